@@ -1,13 +1,12 @@
 """The forward pass on a GPU: the trainer's own module there, with Triton's kernels over the paged cache.
 
-What a step needs goes over in one copy; routes and what was drawn come back. Tiles have one shape per way of
-computing, so a row's attention does not depend on what else is in the step.
+The inputs of a step are copied to the device at once; routes and sampled tokens are copied back. Tiles have a
+fixed shape per kernel variant, so a row's attention does not depend on the other rows of the step.
 
-Steps of few rows, as decoding is, are launched as a whole: their inputs lie in fixed buffers, made for a
-number of rows and of pages (both rounded up, so that there are few), and what computes from these buffers is
-captured as a CUDA graph when it is first needed. Rows that only fill a buffer are at position -1: they are
-stored nowhere and see nothing. On a CPU, under Triton's interpreter, the same buffers are computed from
-without a graph.
+Steps of few rows, such as decoding, are CUDA graphs: their inputs lie in fixed buffers, bucketed by numbers
+of rows and pages, and the computation from these buffers is captured when it is first needed. Padding rows
+are at position -1: they are not stored and attend to nothing. On a CPU, under Triton's interpreter, the same
+buffers are used without a graph.
 """
 
 from __future__ import annotations
@@ -32,19 +31,19 @@ from etude.model.adapted_ops import Pairs
 from etude.records import SamplingParams
 
 _TILE_ROWS, _WIDE_TILE_ROWS = 64, 16
-"""Rows of one product, query heads that share a head of the cache times positions: for prompts, and where
-values are so wide that more sums would not fit into the registers."""
+"""Rows of one tile (query heads that share a cache head, times positions): for prompts, and where values are
+so wide that more accumulators would not fit into registers."""
 _WIDE_VALUE = 128
 _ROW_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-"""Rows of the steps that are captured."""
+"""Row counts of captured steps."""
 _PAGE_BUCKET, _PAGE_GROWTH = 64, 4
-"""Pages of the shortest tables, and of each longer one as a multiple of the one before."""
+"""Page counts of captured steps: the smallest, and the factor between sizes."""
 _MOST_PER_SEQUENCE = 16
-"""Rows of one sequence in a captured step: each reads the keys on its own, which suits drafts, no prompts."""
+"""Most rows of one sequence in a captured step: each row reads the keys separately, as drafts may."""
 
 Compute = Callable[[], None]
 Capture = Callable[[Compute], Compute]
-"""Takes what computes from fixed buffers into fixed buffers; returns what repeats it. May call it."""
+"""Takes a function over fixed buffers, which it may call; returns a function that repeats it."""
 
 
 def run_uncaptured(compute: Compute) -> Compute:
@@ -53,13 +52,13 @@ def run_uncaptured(compute: Compute) -> Compute:
 
 
 class CudaGraphs:
-    """Captures as CUDA graphs, which share one pool of memory: one of them runs at a time."""
+    """Captures CUDA graphs, which share one memory pool: one of them runs at a time."""
 
     def __init__(self) -> None:
         self._pool: Any = torch.cuda.graph_pool_handle()
 
     def __call__(self, compute: Compute) -> Compute:
-        """Computes twice beforehand: kernels are compiled and libraries set up outside of a capture."""
+        """Runs `compute` twice before the capture, so that kernels are compiled and libraries initialised."""
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -67,15 +66,15 @@ class CudaGraphs:
                 compute()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        # Another thread may be staging weights: its allocations are none of this capture's business.
+        # Another thread may be staging weights: its allocations must not disturb this capture.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             compute()
         return graph.replay
 
 
 class GpuForward(ModuleAdapters):
-    """Implements ForwardPass with a model and a cache of one device. Steps with several adapters, or with any
-    in a mixture of experts, are not captured."""
+    """Implements ForwardPass with a model and a cache on one device. Steps with several adapters, or with any
+    adapter in a mixture of experts, are not captured."""
 
     def __init__(
         self,
@@ -85,8 +84,8 @@ class GpuForward(ModuleAdapters):
         max_captured_rows: int = _ROW_BUCKETS[-1],
         drafts: DraftLayers | None = None,
     ) -> None:
-        """`capture`: by default CUDA graphs where the cache is on a GPU; `max_captured_rows`: of the largest
-        step that is captured, 0 for none. Raises ResourceError without Triton."""
+        """`capture`: by default CUDA graphs where the cache is on a GPU; `max_captured_rows`: rows of
+        the largest captured step, 0 for none. Raises ResourceError without Triton."""
         super().__init__(model)
         self._cache = cache
         self._drafts = drafts
@@ -99,7 +98,7 @@ class GpuForward(ModuleAdapters):
         self._captured: dict[tuple[int, int, int], _CapturedStep] = {}
 
     def load_cache(self) -> None:
-        """See ForwardPass: captured steps know the old place, and are captured again when needed."""
+        """See ForwardPass: captured steps hold old pointers, and are captured again when needed."""
         self._captured.clear()
 
     @torch.no_grad()
@@ -135,21 +134,21 @@ class GpuForward(ModuleAdapters):
         return self._drafts(self._model, index, hidden, placed.tokens, placed.positions, attention)
 
     def _compute(self, rows: DeviceRows) -> tuple[Tensor, Tensor]:
-        """Hidden states [T, width] and routes [T, MoE layers, top_k]; waits for nothing where the model's
-        blocks do not."""
+        """Hidden states [T, width] and routes [T, MoE layers, top_k]; does not synchronise unless the model's
+        blocks do."""
         recorder = RecordedRoutes.of(self._model.config)
         attention = GpuPagedAttention(self._cache, rows, self._kernels.paged_attention)
         hidden = self._model(rows.tokens, rows.positions.clamp_min(0), attention, recorder)
         return hidden, recorder.take(len(rows.tokens))
 
     def use_adapters(self, adapters: Sequence[Pairs]) -> None:
-        """See ForwardPass: captured steps know the old ones."""
+        """See ForwardPass: captured steps hold the old adapters, and are dropped."""
         if adapters or self._adapters:
             self._captured.clear()
         super().use_adapters(adapters)
 
     def _captured_step(self, rows: StepRows, adapter: int) -> _CapturedStep:
-        """The step of the smallest buffers that hold `rows`, which all use one adapter."""
+        """The captured step with the smallest buffers that fit `rows`, which all use `adapter`."""
         num_rows = next(size for size in _ROW_BUCKETS if size >= len(rows.tokens))
         num_pages = _PAGE_BUCKET
         while num_pages < rows.tables.shape[1]:
@@ -163,7 +162,7 @@ class GpuForward(ModuleAdapters):
 
 @dataclass(frozen=True, slots=True)
 class DeviceRows:
-    """StepRows on a device. Positions of -1 mark rows that only fill a buffer."""
+    """StepRows on a device. Positions of -1 mark padding rows."""
 
     tokens: Tensor
     """[T] int64"""
@@ -178,7 +177,7 @@ class DeviceRows:
 
     @staticmethod
     def of(rows: StepRows, config: ModelConfig, cache: PagedCache) -> DeviceRows:
-        """Rows with tiles of several positions, where the heads leave room for them."""
+        """Copies rows to the device, with tiles of several positions where the number of heads permits."""
         device, (num_sequences, num_pages) = cache.keys.device, rows.tables.shape
         kernel = _load_kernels().paged_attention
         flat = (rows.tokens, rows.positions, rows.sequence, rows.tables.reshape(-1))
@@ -193,10 +192,10 @@ class DeviceRows:
 
 
 class StepBuffers:
-    """Fixed inputs for up to `num_rows` rows, each with a table of its own, of up to `num_pages` pages."""
+    """Fixed input buffers for up to `num_rows` rows, each with its own table of up to `num_pages` pages."""
 
     def __init__(self, num_rows: int, num_pages: int, device: torch.device) -> None:
-        """Holds no row yet."""
+        """Initially all rows are padding."""
         self.num_rows = num_rows
         self._packed = torch.zeros((num_rows, 2 + num_pages), dtype=torch.int32, device=device)
         """[rows, token | position | pages]: one copy brings all of them."""
@@ -206,7 +205,7 @@ class StepBuffers:
         self._tiles = kernel.Tiles(places, torch.ones_like(places), places, rows_per_tile=1)
 
     def fill(self, rows: StepRows) -> None:
-        """Puts `rows` in, and padding behind them. Does not wait for the device."""
+        """Writes `rows`, and padding after them. Does not wait for the device."""
         count, num_pages = len(rows.tokens), rows.tables.shape[1]
         packed = np.zeros((self.num_rows, 2 + num_pages), dtype=np.int32)
         packed[:count, 0] = rows.tokens
@@ -216,13 +215,13 @@ class StepBuffers:
         self._packed[:, : 2 + num_pages].copy_(torch.from_numpy(packed))
 
     def view(self) -> DeviceRows:
-        """What the buffers hold when it is computed from."""
+        """The buffers' rows, as inputs of the computation."""
         tokens, positions = self._packed[:, 0].long(), self._packed[:, 1].long()
         return DeviceRows(tokens, positions, self._tiles.sequence, self._packed[:, 2:], self._tiles)
 
 
 class _CapturedStep:
-    """A step of one size, from fixed inputs to fixed outputs."""
+    """A captured step of one size, from fixed inputs to fixed outputs."""
 
     def __init__(
         self,

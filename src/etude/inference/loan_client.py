@@ -1,7 +1,7 @@
-"""A replica that is lent to a run, as the run's engine: a Handle over HTTP.
+"""A borrowed replica as one of a run's engines: a Handle over HTTP.
 
-It answers what an engine in a process of its own does (begin, exchange, poll, stage, activate, score, pulse),
-so that to those who sample it is one engine more.
+It has the methods of an engine in a separate process (begin, exchange, poll, stage, activate, score, pulse),
+so that samplers use it like any other engine.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ from etude.serving.errors import decode_error
 
 _CONNECT_S = 5.0
 _SILENT_S = 30.0
-"""Of a call that should take no time; three times as long as an empty poll waits."""
+"""Timeout of calls that should return at once; three times as long as an empty poll waits."""
 _END_S = 5.0
 _GONE, _FAILED = 410, 422
 _UNBOUNDED = ("stage", "activate", "score")
 _CLIENT_AT = {"exchange": 1, "poll": 0}
-"""Place of the client's name among the arguments; without one, or an empty one, it is this handle's own."""
+"""Index of the client's name among the arguments; if missing or empty, it is this handle's own."""
 _RENEWALS = 3.0
-"""In the time of a lease."""
+"""Renewals per lease time."""
 
 
 class LoanEndedError(PartLostError):
-    """The replica was called home."""
+    """The replica was recalled."""
 
 
 class LoanHandle(Handle[Any]):
-    """Use within one event loop; a copy that is pickled is a client of its own.
+    """Use within one event loop; a pickled copy is a separate client.
 
-    `begin` keeps the loan alive from then on, until `stop` or `kill`. Nothing is ever started on its machine.
+    From `begin` on it renews the loan, until `stop` or `kill`. No process is ever started on its machine.
     """
 
     def __init__(self, url: str, token: str, store: str) -> None:
-        """`url`: of the replica. `token`: of the loan. `store`: where it finds the run's weights."""
+        """`url`: of the replica. `token`: of the loan. `store`: URL of the run's weight store."""
         self.url = url.rstrip("/")
         self._token = token
         self._store = store
@@ -55,11 +55,11 @@ class LoanHandle(Handle[Any]):
         self._dead = False
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Where it is, and nothing of what is under way."""
+        """Pickles the address only, without calls in progress."""
         return LoanHandle, (self.url, self._token, self._store)
 
     async def send(self, method: str, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
-        """See Handle.send. Raises LoanEndedError once the replica was called home."""
+        """See Handle.send. Raises LoanEndedError once the replica was recalled."""
         self._check_kept()
         task = self._calls.start(self._do(method, *arguments, **named))
         try:
@@ -73,7 +73,7 @@ class LoanHandle(Handle[Any]):
             raise PartLostError("was let go", field=self.url)
 
     async def stop(self) -> None:
-        """See Handle.stop: gives the replica back, if it answers."""
+        """See Handle.stop: ends the loan, if the replica answers."""
         if not self._dead:
             with contextlib.suppress(InfrastructureError, TimeoutError):
                 async with asyncio.timeout(_END_S):
@@ -83,7 +83,7 @@ class LoanHandle(Handle[Any]):
             await self._closing
 
     def kill(self) -> None:
-        """See Handle.kill: the loan is not renewed, so that the replica goes home by itself."""
+        """See Handle.kill: stops renewing the loan, so that the replica returns by itself."""
         self._dead = True
         if self._renewing is not None:
             self._renewing.cancel()
@@ -94,8 +94,7 @@ class LoanHandle(Handle[Any]):
     # ---- HTTP -----------------------------------------------------------------------------------
 
     async def _do(self, method: str, *arguments: Any, within_s: float | None = None) -> Any:
-        """Calls a method of the replica's; see `LoanDesk`. Those that may take as long as they like are given
-        up by `kill`."""
+        """Calls a method of the replica's `LoanDesk`. Calls without a time limit are ended by `kill`."""
         if method == "begin":
             arguments = (self._store,)
         elif method in _CLIENT_AT and not any(arguments[_CLIENT_AT[method] :]):
@@ -118,7 +117,7 @@ class LoanHandle(Handle[Any]):
     async def _renew(self, every_s: float) -> None:
         while True:
             await asyncio.sleep(every_s)
-            # The next call learns of it. One that is not answered must not keep the next back.
+            # Failures surface at the next call. An unanswered renewal must not delay the next one.
             with contextlib.suppress(EtudeError):
                 await self._do("pulse", within_s=every_s)
 

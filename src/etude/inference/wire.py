@@ -1,10 +1,10 @@
-"""What goes between a sampler and its client over a network, as bytes: exact, checked, and no pickle.
+"""The binary wire format between a sampler and its clients: exact, checksummed, and without pickle.
 
     message := "ETWM" format:u16 head_bytes:u32 head array* xxh3_64:u64 of all before    little-endian
     head    := JSON {"content": ..., "arrays": [[dtype, shape], ...]}
 
-Arrays lie behind the head in their order, in C order and little-endian. In the content whatever JSON does not
-have is an object of one entry, which names what it is:
+Arrays follow the head in order, C-contiguous and little-endian. In the content, values that JSON lacks are
+objects of one entry, which names their type:
 
     {"array": 0}   {"tuple": [...]}   {"set": [...]}   {"map": {...}}   {"error": {...}}
     {"SampleRequest": {field: value, ...}}     a record, without its fields that are None
@@ -71,7 +71,7 @@ def unpack(data: bytes, records: Iterable[type] = RECORDS) -> Any:
 
 
 def error_row(error: EtudeError) -> dict[str, Any]:
-    """An error as JSON values. One that only the server knows is an engine's failure to its client."""
+    """An error as JSON values. Clients decode error types that they do not know as SamplerError."""
     return {**encode_error(error), "kind": type(error).__name__}
 
 
@@ -101,7 +101,7 @@ def _split(data: bytes) -> tuple[Any, list[Array]]:
 
 
 def _written(value: Any, arrays: list[Array]) -> Any:
-    """A value as JSON has it; its arrays are put to the others."""
+    """Converts a value to JSON values; appends its arrays to `arrays`."""
     if isinstance(value, np.ndarray):
         arrays.append(value)
         return {"array": len(arrays) - 1}

@@ -86,21 +86,21 @@ def test_a_key_runs_only_so_many_at_once(sampler: PlayedSampler) -> None:
 def test_tokens_of_a_minute_are_counted_and_given_back_with_time() -> None:
     now = [0.0]
     key = Key("a", "t", KeyLimits(requests=0, tokens_per_minute=60), lambda: now[0])
-    key.enter(1)
-    key.spend(90)
+    key.begin_requests(1)
+    key.charge(90)
     with pytest.raises(RateLimitError) as caught:
-        key.enter(1)
+        key.begin_requests(1)
     assert caught.value.retry_after_s == pytest.approx(31)
     now[0] = 29.0
     with pytest.raises(RateLimitError):
-        key.enter(1)
+        key.begin_requests(1)
     now[0] = 31.5
-    key.enter(1)
+    key.begin_requests(1)
     now[0] = 1e6
-    key.enter(1)
-    key.spend(60)
+    key.begin_requests(1)
+    key.charge(60)
     with pytest.raises(RateLimitError):
-        key.enter(1)
+        key.begin_requests(1)
 
 
 def test_a_full_server_says_so(sampler: PlayedSampler) -> None:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.errors import SamplerError
-from etude.inference.vllm.activations import History, check_account
+from etude.inference.vllm.activations import History, check_spans
 from etude.inference.vllm.answers import Span
 from etude.records import PolicyVersion
 from tests.inference.vllm.builders import asynchronous
@@ -19,10 +19,10 @@ def history_of(progress: list[int], kv: list[str] | None = None) -> History:
     """The first version, and one more for each number of positions that request `r` had computed."""
     history = History()
     for step, computed in enumerate([0, *progress]):
-        activation = history.name(PolicyVersion("run", step), (kv or ["keep"] * 99)[step])  # type: ignore[arg-type]
+        activation = history.create(PolicyVersion("run", step), (kv or ["keep"] * 99)[step])  # type: ignore[arg-type]
         activation.progress["r"] = computed
         activation.verdict.set_result(True)
-        history.note(activation)
+        history.record(activation)
     return history
 
 
@@ -57,8 +57,8 @@ async def test_the_oldest_keys_are_those_of_the_session_s_begin_or_of_the_last_r
 @asynchronous
 async def test_what_a_server_that_is_gone_sampled_is_refused() -> None:
     history = History()
-    activation = history.name(PolicyVersion("run", 0), "keep")
-    history.refuse_open()
+    activation = history.create(PolicyVersion("run", 0), "keep")
+    history.refuse_pending()
     with pytest.raises(SamplerError, match="refused"):
         await history.verified(activation.label)
     with pytest.raises(SamplerError, match="nobody named"):
@@ -67,8 +67,8 @@ async def test_what_a_server_that_is_gone_sampled_is_refused() -> None:
 
 def test_vllm_may_name_a_version_late_but_never_early_nor_another() -> None:
     ours = [Span("a", 0, 4), Span("b", 4, 9)]
-    check_account(ours, (Span("a", 0, 6), Span("b", 6, 9)))
-    check_account(ours, (Span("a", 0, 9),))
+    check_spans(ours, (Span("a", 0, 6), Span("b", 6, 9)))
+    check_spans(ours, (Span("a", 0, 9),))
     for theirs in ((Span("a", 0, 3), Span("b", 3, 9)), (Span("c", 0, 9),)):
         with pytest.raises(SamplerError, match="other weights"):
-            check_account(ours, theirs)
+            check_spans(ours, theirs)

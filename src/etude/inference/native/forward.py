@@ -1,4 +1,4 @@
-"""Calls the native pass with the engine's model, cache and rows."""
+"""The forward pass in native code, called with the engine's model, cache and rows."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from etude.model.kernels.native.matrices import WeightType, aligned, pointer
 from etude.records import SamplingParams
 
 MIN_WORK_PER_THREAD = 8_000_000
-"""Multiplications below which another thread is taken to cost more than it computes: judged, not fitted."""
+"""Multiplications per thread below which another thread would not pay: an estimate, not fitted."""
 MAX_STEPS_AHEAD = 32
 WORK_AHEAD = 50_000_000
-"""Multiplications of one run of decoding steps: about a millisecond's."""
+"""Multiplications of one run of decoding steps: about a millisecond."""
 
 
 class NativeForward:
-    """One native call per step, without the interpreter's lock. Implements `ForwardPass`.
+    """One native call per step, without the GIL. Implements `ForwardPass`.
 
     A row's bits depend neither on what else is in the step, nor on how its sequence was cut into steps, nor
     on the number of threads. With `float32` weights they are those that the trainer's module computes with
@@ -46,9 +46,8 @@ class NativeForward:
         weights: WeightType = "float32",
         drafts: DraftLayers | None = None,
     ) -> None:
-        """`weights`: how the matrices are kept; `bfloat16` halves what decoding reads, and computes in
-        float32. `drafts`: layers over the cache's `drafts`. Raises ResourceError if it cannot be compiled
-        here."""
+        """`weights`: storage format of the matrices; `bfloat16` halves what decoding reads, and computes in
+        float32. `drafts`: layers over the cache's `drafts`. Raises ResourceError if it cannot be compiled."""
         self._library = load_library()
         self._model = model
         self._cache = cache
@@ -61,7 +60,7 @@ class NativeForward:
         self.load_weights()
 
     def load_weights(self) -> None:
-        """See ForwardPass: copies of the weights, packed for the products."""
+        """See ForwardPass: makes copies of the weights, packed for the matrix products."""
         self._weights = NativeWeights(self._model, self._cache, self._weight_type)
         self._draft_weights: NativeDraftWeights | None = None
         if self._drafts is not None:
@@ -77,7 +76,7 @@ class NativeForward:
         self._weights.use_adapters(adapters)
 
     def load_cache(self) -> None:
-        """See ForwardPass: the layers point at the pages of now."""
+        """See ForwardPass: updates the layers' pointers to the pages."""
         self._weights.point_at_pages()
         if self._draft_weights is not None:
             self._draft_weights.point_at_pages()
@@ -128,14 +127,14 @@ class NativeForward:
         return tokens, logprobs
 
     def steps_ahead(self, num_rows: int) -> int:
-        """How many steps of so many decoding rows a call of `decode` may take at most: about a millisecond's,
-        so that the thread that waits for its end does not notice."""
+        """Most steps of `num_rows` decoding rows for one call of `decode`: about a millisecond, so that it
+        does not delay the waiting thread noticeably."""
         work = num_rows * (self._weights.work_per_row + self._model.head.numel())
         return max(1, min(MAX_STEPS_AHEAD, WORK_AHEAD // work))
 
     def decode(self, steps: DecodingSteps, sequences: Sequences, params: Sequence[SamplingParams]) -> int:
-        """Takes up to so many steps, until a session ends or lacks a page; returns how many. Tokens,
-        log-probabilities and routes are the bits of single steps without drafts."""
+        """Computes up to `steps.most_steps` steps, until a session ends or lacks a page; returns how many.
+        Tokens, log-probabilities and routes have the bits of single steps without drafts."""
         columns, vocabulary = Columns.of(params), self._model.vocab_size
         run = NativeRun(steps, sequences, columns, self._draft_weights, vocabulary)
         rows = self._library.etude_drafting_rows(ctypes.byref(run.native))
@@ -161,12 +160,12 @@ class NativeForward:
         )
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """See ForwardPass: of the same bits as those that `sample` draws from."""
+        """See ForwardPass: the same bits that `sample` draws from."""
         threads = self._threads_for(len(hidden) * self._model.head.numel())
         return calls.linear(self._weights.head, hidden.contiguous(), threads)
 
     def draft_layer(self, index: int, rows: StepRows, hidden: Tensor) -> Tensor:
-        """See ForwardPass: the bits of the layers' module with `InvariantOps`."""
+        """See ForwardPass: has the bits of the layers' module with `InvariantOps`."""
         weights, count = self._draft_weights, len(rows.tokens)
         assert weights is not None and self._drafts is not None, "made with draft layers"
         threads = self._threads_for(count * weights.work_per_row // len(weights.layers))
@@ -187,7 +186,7 @@ class NativeForward:
         return hidden
 
     def _threads_for(self, work: int) -> int:
-        """Threads for so many multiplications."""
+        """Number of threads for `work` multiplications."""
         return max(1, min(self._num_threads, work // MIN_WORK_PER_THREAD))
 
     @staticmethod

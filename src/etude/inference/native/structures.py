@@ -1,4 +1,4 @@
-"""The structures that `forward.h`, `sampling.h` and `drafting.h` declare, field by field."""
+"""ctypes mirrors of the structures in `forward.h`, `sampling.h` and `drafting.h`, field by field."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The model's weights as the native pass reads them."""
+"""The model's weights in the layout of the native forward pass."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ _KINDS = (
     *("qkv", "compress", "query_up", "out", "key_up", "value_up"),
     *("gate_up", "down", "shared_gate_up", "shared_down"),
 )
-"""Weights that adapters may lie on, in the order of forward.h."""
+"""Weights that adapters can apply to, in the order of forward.h."""
 
 
 class _NativeBlocks:
-    """Copies of blocks' weights, packed for the products, and the structures that point into them and into
+    """Copies of blocks' weights, packed for the matrix products, and the structures that point to them and to
     the pages of a cache."""
 
     @torch.no_grad()
@@ -52,7 +52,7 @@ class _NativeBlocks:
         self._memory = StreamedMemory()
         self._top_k = config.experts_per_token
         self.work_per_row = 0
-        """Multiplications with matrices for one row, the output head's left out."""
+        """Multiplications for one row, without the output head."""
         blocks = [cast(Block, block) for block in blocks]
         self.model = self._describe(config, blocks[0], model)
         self.layers = (Layer * config.num_layers)()
@@ -61,7 +61,7 @@ class _NativeBlocks:
         self.point_at_pages()
 
     def point_at_pages(self) -> None:
-        """Lets every layer read and write its pages where the cache has them now."""
+        """Sets every layer's pointers to the current memory of the cache."""
         for index, layer in enumerate(self.layers):
             layer.keys = self._cache.keys[index].data_ptr()
             if self._cache.values is not None:
@@ -152,7 +152,7 @@ class _NativeBlocks:
         return packed.native[0]
 
     def _several(self, weights: Sequence[Tensor], per_row: int | None = None) -> int:
-        """Address of packed matrices [inputs, outputs], of which a row meets `per_row` (default: all)."""
+        """Address of packed matrices [inputs, outputs], of which each row uses `per_row` (default: all)."""
         self.work_per_row += weights[0].numel() * (len(weights) if per_row is None else per_row)
         return address(self._pack(weights).native)
 
@@ -162,7 +162,7 @@ class _NativeBlocks:
         return packed
 
     def _keep(self, tensor: Tensor) -> int:
-        """Address of the tensor's contiguous float32 values, which are kept."""
+        """Address of the tensor's contiguous float32 values, which are kept alive."""
         kept = tensor.detach().float().contiguous()
         self._held.append(kept)
         return kept.data_ptr()
@@ -178,7 +178,7 @@ class NativeWeights(_NativeBlocks):
         """The output head."""
 
     def use_adapters(self, adapters: Sequence[NativeAdapter]) -> None:
-        """Rows use these from the next pass on, by their place."""
+        """Sets the adapters that rows refer to by slot, from the next pass on."""
         self._adapters: list[object] = [*adapters]
         self.model.adapter_rank = max((adapter.rank for adapter in adapters), default=0)
         for index, layer in enumerate(self.layers):
@@ -207,11 +207,11 @@ class NativeWeights(_NativeBlocks):
 
 
 _Packed = tuple[PackedMatrices, PackedMatrices]
-"""The first and the second factor that a row is multiplied with."""
+"""The first and the second factor that a row is multiplied by."""
 
 
 class NativeAdapter:
-    """One adapter's factors, packed for the products."""
+    """One adapter's factors, packed for the matrix products."""
 
     @torch.no_grad()
     def __init__(self, model: LanguageModel, pairs: Mapping[str, Pair]) -> None:
@@ -225,7 +225,7 @@ class NativeAdapter:
             if last == "query_down" or (last == "query_up" and not cast(LatentBlock, block).has_query_rank):
                 last = "qkv"
             kind = f"shared_{last}" if "shared" in place else last
-            # A row meets x left right in stacks [experts or heads, in, out], else x right^T left^T.
+            # A row x becomes x left right in stacks [experts or heads, in, out], else x right^T left^T.
             first, second = (left, right) if left.ndim == 3 and kind != "value_up" else (right.mT, left.mT)
             stacks = [factor if factor.ndim == 3 else factor[None] for factor in (first, second)]
             self.weights[int(layer), kind] = (pack(stacks[0].unbind(0)), pack(stacks[1].unbind(0)))

@@ -1,5 +1,5 @@
-"""The administrator's routes: a new policy version from its manifest, staged beside the current one, put into
-service between two steps. What is refused leaves the version in service as it is."""
+"""Admin routes for weights: stage a policy version from its manifest, and activate it between two steps. A
+refused update leaves the version in service unchanged."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _BODY_FIELDS = {"manifest", "version", "kv"}
 
 @router.get("/admin/weights")
 async def current(request: Request) -> Response:
-    """The version in service; null where there is none."""
+    """The version in service, or null."""
     check_admin(request)
     return JSONResponse({"version": shown(state_of(request).sink.current())})
 
@@ -36,7 +36,7 @@ async def update(request: Request) -> Response:
 
 @router.post("/admin/weights/stage", openapi_extra=described(body="application/json"))
 async def stage(request: Request) -> Response:
-    """Stages a manifest: what is served stays."""
+    """Stages a manifest without activating it."""
     return await _update(request, staging=True, activating=False)
 
 
@@ -63,7 +63,7 @@ async def _update(request: Request, staging: bool, activating: bool) -> Response
         if activating:
             await state.sink.activate(version, kv)
             state.metrics.count("etude_serve_weight_updates")
-    except WeightUpdateError as error:  # weights that are not taken are the request's mistake
+    except WeightUpdateError as error:  # refused weights are an error of the request
         raise BadRequestError(
             error.message, field=error.field, received=error.received, fix=error.fix
         ) from error
@@ -71,10 +71,10 @@ async def _update(request: Request, staging: bool, activating: bool) -> Response
 
 
 def kv_policy(value: object) -> KvPolicy:
-    """What becomes of running answers' keys and values. Raises BadRequestError."""
-    for one in get_args(KvPolicy):
-        if value == one:
-            return one
+    """Parses the policy for running requests' keys and values. Raises BadRequestError."""
+    for policy in get_args(KvPolicy):
+        if value == policy:
+            return policy
     raise wrong("kv", value, " or ".join(get_args(KvPolicy)))
 
 

@@ -1,7 +1,7 @@
-"""One answer while it is sampled: what is wanted, what was sampled, what a client is served of it.
+"""Sampling one answer: parameters, sampled chunks, and the events that are served to the client.
 
-The engine finds the prefixes that it still holds by their tokens: each answer has a session of its own, which
-is sent the whole prompt and ends with it.
+The engine finds cached prefixes by their tokens, so each answer has its own session, which is sent the whole
+prompt and is closed with the answer.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from etude.tokens.chat.reader import TextReader, cut_chunk
 
 Tokens = NDArray[np.int32]
 _SESSIONS = map("serve-{}-{}".format, itertools.repeat(secrets.token_hex(4)), itertools.count())
-"""A name for each session that this process opens."""
+"""Unique session names of this process."""
 
 
 @dataclass(slots=True, eq=False)
@@ -32,54 +32,55 @@ class Job:
     """One answer of a request."""
 
     index: int
-    """Its place among the answers of its request."""
+    """Index among the answers of its request."""
     prompt: Tokens
     params: SamplingParams
     stop_tokens: frozenset[int]
     rng_key: tuple[int, ...]
     reader: TextReader
-    remember: Callable[[Tokens], None] = lambda tokens: None
+    on_complete: Callable[[Tokens], None] = lambda tokens: None
     """Called with the tokens of the whole answer."""
     chunks: list[SampleChunk] = field(default_factory=list[SampleChunk])
-    """What was sampled so far."""
+    """Chunks sampled so far."""
     num_tokens: int = 0
-    """Of them."""
+    """Tokens in `chunks`."""
     last_s: float = 0.0
-    """When the last of them came."""
+    """Time at which the last chunk came."""
     ended: Ended | None = None
-    """The answer is complete."""
+    """The final event, once the answer is complete."""
 
     @property
     def outstanding_tokens(self) -> int:
-        """Tokens that may still be computed for it: a prompt that waits, and what it may still take."""
+        """Upper bound of the tokens yet to be computed: the prompt before the first token, and the answer."""
         if self.ended is not None:
             return 0
         return self.params.max_tokens - self.num_tokens + (0 if self.num_tokens else len(self.prompt))
 
     async def sample(
-        self, sampler: Sampler, pool: str, within_s: float, tell: Callable[[Event], None]
+        self, sampler: Sampler, pool: str, within_s: float, emit: Callable[[Event], None]
     ) -> None:
-        """Samples it to its end; an `Ended` comes last. Raises SamplerError, and what the sampler does."""
+        """Samples to the end, emitting events, the last an `Ended`. Raises SamplerError, and what the sampler
+        raises."""
         session_id = next(_SESSIONS)
         sampler.open(session_id)
-        is_over = False
+        is_finished = False
         try:
             async with asyncio.timeout(within_s):
                 async with closing(sampler.stream(self._request(session_id, pool))) as chunks:
                     async for chunk in chunks:
-                        is_over = chunk.finish is not None
-                        tell(self._take(chunk))
+                        is_finished = chunk.finish is not None
+                        emit(self._add_chunk(chunk))
                         if self.ended is not None:
                             break
         except TimeoutError:
             raise SamplerError("the answer took too long", received=f"{within_s:g} s") from None
         finally:
-            if not is_over:
+            if not is_finished:
                 sampler.abort(session_id)
             sampler.close(session_id)
         if self.ended is None:
             raise SamplerError("the request ended before the answer did", field="chunk.finish")
-        tell(self.ended)
+        emit(self.ended)
 
     def _request(self, session_id: str, pool: str) -> SampleRequest:
         return SampleRequest(
@@ -93,8 +94,8 @@ class Job:
             streaming=True,
         )
 
-    def _take(self, chunk: SampleChunk) -> Sampled:
-        """Takes a chunk in; what it adds to what is served. Raises SamplerError."""
+    def _add_chunk(self, chunk: SampleChunk) -> Sampled:
+        """Adds a chunk; returns what it adds to the served answer. Raises SamplerError."""
         if chunk.finish == "abort":
             raise SamplerError("the request was aborted from outside", field="chunk.finish")
         reader, is_first = self.reader, not self.chunks
@@ -107,7 +108,7 @@ class Job:
         self.chunks.append(chunk)
         self.num_tokens += count
         if is_last:
-            self.remember(np.concatenate([one.tokens for one in self.chunks]))
+            self.on_complete(np.concatenate([one.tokens for one in self.chunks]))
             self.ended = Ended(self._ending(chunk), self.num_tokens, reader.stop, self.index)
         return Sampled(parts, chunk, self.index, (chunk.cached_tokens or 0) if is_first else 0)
 
@@ -118,5 +119,5 @@ class Job:
 
 
 def random_key() -> int:
-    """The noise of an answer whose client named no seed."""
+    """A random seed, for requests without one."""
     return secrets.randbits(62)

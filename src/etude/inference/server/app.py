@@ -1,8 +1,8 @@
-"""The server as an application and as a process: the routes, liveness and readiness, measurement, errors in
-the asked API's words; its address, and its end.
+"""The server as an application and as a process: routes, health, metrics, errors in the format of the
+requested API; listening address and shutdown.
 
-The first SIGTERM (or SIGINT) drains: new requests are refused with 503, `/ready` says so, what is being
-answered may finish within `drain_s`. Then, or at a second signal, the process ends.
+The first SIGTERM (or SIGINT) drains: new requests are refused with 503, `/ready` reports it, and requests in
+progress may finish within `drain_s`. Then, or at a second signal, the process ends.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from etude.serving.process import Draining, run_server
 from etude.tokens.chat.dialects import respell_error
 
 SERVER = "inference server"
-"""What it calls itself in what it says."""
+"""Its name in messages."""
 
 
 def build_app(state: ServerState) -> FastAPI:
@@ -54,7 +54,7 @@ def build_app(state: ServerState) -> FastAPI:
 
 
 async def _health(request: Request) -> Response:
-    """Whether the process lives, and its engine with it."""
+    """Liveness of the process and its engine."""
     failure = state_of(request).failure()
     if failure is not None:
         return JSONResponse({"status": "failed", "cause": repr(failure)}, 500)
@@ -62,7 +62,7 @@ async def _health(request: Request) -> Response:
 
 
 async def _ready(request: Request) -> Response:
-    """Whether requests are answered now, and how much there is to do."""
+    """Readiness, version and load."""
     state = state_of(request)
     version = state.sink.current()
     row = {"version": None if version is None else str(version), "pool": state.pool, **state.load()}
@@ -87,7 +87,7 @@ async def _figures(request: Request) -> str:
 
 
 def check_address(host: str, has_keys: bool) -> None:
-    """Raises ConfigError for an address that others reach while there are no keys."""
+    """Raises ConfigError for an address that other hosts can reach, unless there are API keys."""
     check_host(
         host, has_keys, "other hosts can reach this address, and there are no keys", "give --tokens-file"
     )
@@ -102,7 +102,7 @@ async def serve(
     certificate: Path | None = None,
     key: Path | None = None,
 ) -> None:
-    """Serves in the state's event loop until a signal ends it; says on stderr when and where it is ready.
+    """Serves in the state's event loop until a signal ends it; reports on stderr when it is ready.
 
     `listeners`: from `open_listeners`, closed at the end; `certificate` and `key`: PEM files, without which
     keys cross the network in the clear. Raises ConfigError.

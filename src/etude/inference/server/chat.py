@@ -1,5 +1,4 @@
-"""The model that is served, and the answers to one request of a conversation in any dialect: what is to be
-sampled, and who writes it."""
+"""The served model, and how chat requests of any API dialect become sampling jobs and a response writer."""
 
 from __future__ import annotations
 
@@ -28,18 +27,18 @@ from etude.tokens.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """What is served, and how text becomes its tokens."""
+    """The served model: tokenizer, chat templates and limits."""
 
     name: str
     tokenizer: Tokenizer
     end_tokens: frozenset[int]
-    """An answer ends with the first of these."""
+    """Stop tokens of every answer."""
     max_context_tokens: int
-    """Prompt and answer together."""
+    """Limit of prompt and answer together."""
     shelf: RendererShelf | None = None
-    """Chat frames; None: the model takes completions alone."""
+    """Chat templates; None: the model only serves completions."""
     default_max_tokens: int = 4096
-    """Of a chat's answer, where the client names no number."""
+    """Limit of a chat answer whose request names none."""
     created_s: int = 0
     """Unix time."""
 
@@ -49,7 +48,7 @@ class ServedModel:
 
 
 def check_model(body: Mapping[str, Any], model: ServedModel) -> None:
-    """Raises NoSuchModelError for another model's name; BadRequestError for what is no name."""
+    """Raises NoSuchModelError for another model's name, BadRequestError if it is not a string."""
     name = body.get("model")
     if name is None or name == model.name:
         return
@@ -61,7 +60,7 @@ def check_model(body: Mapping[str, Any], model: ServedModel) -> None:
 
 
 def room_for(num_prompt_tokens: int, model: ServedModel, field: str) -> int:
-    """How many tokens an answer may have. Raises ContextLengthError if there is room for none."""
+    """Tokens that an answer may have after this prompt. Raises ContextLengthError if there is no room."""
     room = model.max_context_tokens - num_prompt_tokens
     if room <= 0:
         raise ContextLengthError(num_prompt_tokens, model.max_context_tokens, field)
@@ -70,18 +69,18 @@ def room_for(num_prompt_tokens: int, model: ServedModel, field: str) -> int:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ServedAnswer:
-    """The answers to one request."""
+    """The jobs of one request, and the writer of its response."""
 
     jobs: Sequence[Job]
-    """What is to be sampled."""
+    """One per answer."""
     writer: AnswerWriter
 
 
 def lay_out(
     messages: Sequence[Message], model: ServedModel, frames: ChatFrames | None, key_name: str
 ) -> ChatPrompt:
-    """The tokens of a conversation. Raises BadRequestError, ContextLengthError, and NoSuchModelError for a
-    model that does not chat."""
+    """Renders a conversation to tokens. Raises BadRequestError, ContextLengthError, and NoSuchModelError for
+    a model without chat templates."""
     if frames is None:
         raise NoSuchModelError(
             "the model has no chat frame", field="model", received=model.name, fix="use /v1/completions"
@@ -97,7 +96,7 @@ def answer_chat(
     frames: ChatFrames | None,
     key_name: str,
 ) -> ServedAnswer:
-    """The answers to a request. Raises as `lay_out`."""
+    """The jobs and the writer for a chat request. Raises as `lay_out`."""
     prompt, sampling = lay_out(request.messages, model, frames, key_name), request.sampling
     assert frames is not None, "there is a prompt"
     room = room_for(len(prompt.tokens), model, "messages")
@@ -110,7 +109,7 @@ def answer_chat(
         reader = AnswerReader(renderer, request.rules)
 
         def remember(tokens: NDArray[np.int32]) -> None:
-            if reader.stop is None:  # with one, the tokens say more than was served
+            if reader.stop is None:  # after a stop string, the tokens hold more than was served
                 frames.remember(prompt, reader.answer, tokens)
 
         return Job(index, prompt.tokens, params, stop_tokens, (seed, index), reader, remember)

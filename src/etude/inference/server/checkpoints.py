@@ -1,4 +1,4 @@
-"""Weights of a server, by the URL in their manifest: what it began with, or a checkpoint directory's."""
+"""Weights of a server by manifest URL: the initial ones in memory, or those of a checkpoint directory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fetches the binary side channel of an answer that OpenAI's client (or any other) has got."""
+"""Client for the binary side channel of answers, whichever client requested them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""OpenAI's completions: text or token ids on, without a chat frame."""
+"""OpenAI's completions API: continues text or token ids, without a chat template."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ Tokens = NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class CompletionRequest(ChatRequest):
-    """One request, read: prompts in place of messages."""
+    """A parsed completion request: prompts in place of messages."""
 
     prompts: tuple[Tokens, ...] = ()
 
@@ -103,7 +103,7 @@ def read_token_ids(value: object, tokenizer: Tokenizer, field_name: str) -> Toke
 
 
 def answer_completion(request: CompletionRequest, model: ServedModel) -> ServedAnswer:
-    """The answers to a request. Raises ContextLengthError."""
+    """The jobs and the writer for a request. Raises ContextLengthError."""
     sampling, jobs = request.sampling, list[Job]()
     seed = random_key() if sampling.seed is None else sampling.seed
     for prompt in request.prompts:
@@ -118,7 +118,7 @@ def answer_completion(request: CompletionRequest, model: ServedModel) -> ServedA
 
 
 class CompletionWriter(AnswerWriter):
-    """Writes the answers to one request."""
+    """Writes the answers to one completion request."""
 
     id_prefix = "cmpl-"
     tail = b"data: [DONE]\n\n"
@@ -153,7 +153,7 @@ def _row(choice: Choice, text: str, logprobs: Document | None) -> Document:
 
 
 def _legacy(rows: list[Document], offset: int = 0) -> Document:
-    """Log-probabilities in completions' own layout. `text_offset` counts characters of the tokens' texts."""
+    """Log-probabilities in the completions format. `text_offset` counts characters of the tokens' texts."""
     found: Document = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
     for row in rows:
         found["tokens"].append(row["token"])

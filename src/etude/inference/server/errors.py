@@ -1,4 +1,4 @@
-"""What the server refuses, as OpenAI's error object: with the field, the value and the fix."""
+"""Errors of the server, and how they map to HTTP statuses and OpenAI error codes."""
 
 from __future__ import annotations
 
@@ -11,35 +11,35 @@ from etude.tokens.chat.errors import ContextLengthError
 
 
 class RefusedKeyError(UserError):
-    """A key that is missing or unknown."""
+    """The API key is missing or unknown."""
 
 
 class ForbiddenError(UserError):
-    """A key that does not open this door."""
+    """The key has no right to this route."""
 
 
 class NoSuchModelError(UserError):
-    """A model that is not served here."""
+    """The requested model is not served here."""
 
 
 class NoSuchAnswerError(UserError):
-    """An answer whose side channel is not held, or not for this key."""
+    """The side channel of this answer is not kept, or belongs to another key."""
 
 
 class VersionNotServedError(UserError):
-    """A request pinned to a policy version that is not in service, or was replaced during the answer."""
+    """The pinned policy version is not in service, or was replaced during the answer."""
 
 
 class LoanOverError(UserError):
-    """What a borrower asks of a loan that has ended, or never was."""
+    """A borrower's call under a loan that has ended, or never existed."""
 
 
 class LoanConflictError(UserError):
-    """What a loan does not allow as things stand: a second one, tokens before its first version."""
+    """A call that conflicts with the state of the loan: lending twice, sampling before the first version."""
 
 
 class _LaterError(EtudeError):
-    """Something that may go well after `retry_after_s` seconds."""
+    """An error that may succeed on retry after `retry_after_s` seconds."""
 
     def __init__(self, message: str, *, retry_after_s: float = 1.0, **details: Any) -> None:
         super().__init__(message, **details)
@@ -47,11 +47,11 @@ class _LaterError(EtudeError):
 
 
 class RateLimitError(_LaterError, UserError):
-    """A limit of the key's: later, or after something has ended."""
+    """A limit of the key is reached: retry later, or when running requests have ended."""
 
 
 class UnavailableError(_LaterError, InfrastructureError):
-    """The server answers no requests now: it is about to end, or has no weights yet."""
+    """The server cannot answer requests now: it is draining, full, lent, or has no weights yet."""
 
 
 ERRORS = OpenAIErrors(

@@ -1,7 +1,7 @@
-"""What a replica serves its users, kept while it is lent and put back when it comes home.
+"""The weights that a replica serves to users: kept in host memory while it is lent, restored afterwards.
 
 at home   administrator ──stage, activate──> engine
-away      administrator ──stage, activate──> host memory ──put_back()──> engine
+lent      administrator ──stage, activate──> host memory ──restore()──> engine
 """
 
 from __future__ import annotations
@@ -35,87 +35,87 @@ class LendableEngine(Sampler, WeightSink, Protocol):
 
 
 class HomeWeights:
-    """Implements WeightSink for administrators: what they put into service while the replica is lent is what
-    it comes home to. For one event loop."""
+    """Implements WeightSink for administrators: a version that they activate while the replica is lent comes
+    into service when the loan ends. For one event loop."""
 
     def __init__(self, engine: LendableEngine, manifest: WeightManifest) -> None:
-        """`manifest`: in service now."""
-        self.is_away = False
+        """`manifest`: of the weights in service."""
+        self.is_lent = False
         """Whether the replica is lent."""
-        self.swapping = asyncio.Lock()
-        """Held to stage or activate in the engine."""
+        self.swap_lock = asyncio.Lock()
+        """Held while weights are staged or activated in the engine."""
         self.trouble = ""
-        """Why what users get cannot be put back, while that is tried."""
+        """Why the users' weights could not be restored, while that is retried."""
         self._engine, self._manifest = engine, manifest
         self._tensors: Mapping[str, Tensor] | None = None
-        """Of the manifest, while the replica is away."""
+        """Tensors of the manifest, while the replica is lent."""
         self._next: WeightManifest | None = None
-        """Staged by an administrator."""
+        """The version that an administrator has staged."""
         self._is_staged = False
-        """Whether the engine has it beside what is in service."""
+        """Whether it is staged in the engine itself."""
 
     # ---- WeightSink -----------------------------------------------------------------------------
 
     async def stage(self, manifest: WeightManifest) -> None:
-        """See WeightSink.stage. While the replica is lent the weights are only looked at."""
-        async with self.swapping:
-            if self.is_away:
+        """See WeightSink.stage. While the replica is lent the weights are only fetched and checked."""
+        async with self.swap_lock:
+            if self.is_lent:
                 await in_thread(lambda: self._engine.fetch(manifest))
             else:
                 await self._engine.stage(manifest)
-            self._next, self._is_staged = manifest, not self.is_away
+            self._next, self._is_staged = manifest, not self.is_lent
 
     async def activate(self, version: PolicyVersion, kv: KvPolicy = "keep") -> None:
-        """See WeightSink.activate. While the replica is lent: what it will come home to."""
-        async with self.swapping:
+        """See WeightSink.activate. While the replica is lent, sets the version to restore."""
+        async with self.swap_lock:
             staged = check_staged(version, self._next)
             tensors: Mapping[str, Tensor] | None = None
-            if self.is_away:
+            if self.is_lent:
                 tensors = await in_thread(lambda: self._engine.fetch(staged))
             else:
-                if not self._is_staged:  # it was away then
+                if not self._is_staged:  # it was lent then
                     await self._engine.stage(staged)
                 await self._engine.activate(version, kv)
             self._manifest, self._tensors, self._next = staged, tensors, None
 
     def current(self) -> PolicyVersion | None:
-        """See WeightSink.current: what users get; None while they get nothing."""
-        return None if self.is_away else self._engine.current()
+        """See WeightSink.current: the users' version; None while they are not served."""
+        return None if self.is_lent else self._engine.current()
 
     # ---- loans ----------------------------------------------------------------------------------
 
-    async def leave(self) -> None:
-        """From now on the engine is another's; what users get is in host memory.
+    async def begin_loan(self) -> None:
+        """Copies the users' weights to host memory: from now on the engine is the borrower's.
 
-        Raises WeightUpdateError where it cannot be kept, LoanConflictError where it is lent already; then
-        nothing has changed.
+        Raises WeightUpdateError if they cannot be fetched, LoanConflictError if the replica is lent already;
+        then nothing has changed.
         """
-        async with self.swapping:
-            if self.is_away:
+        async with self.swap_lock:
+            if self.is_lent:
                 raise LoanConflictError("the replica has just been lent", field="state", fix="recall it")
             self._tensors = await in_thread(lambda: self._engine.fetch(self._manifest))
-            self.is_away, self._is_staged = True, False
+            self.is_lent, self._is_staged = True, False
 
-    async def put_back(self) -> bool:
-        """Puts what users get back into service; False, with `trouble`, where that failed. With `swapping`
-        held."""
+    async def restore(self) -> bool:
+        """Puts the users' weights back into service; False, with `trouble` set, on failure. `swap_lock` must
+        be held."""
         try:
             await self._engine.stage(self._manifest, self._tensors)
             await self._engine.activate(self._manifest.version, "recompute")
-        except Exception as error:  # whatever it is: no user may meet the run's weights
+        except Exception as error:  # any exception: users must not be served the run's weights
             self.trouble = f"{self._manifest.version} does not come back: {error}"
             _log.error("%s", self.trouble, exc_info=error)
             return False
         self.trouble = ""
         return True
 
-    def come_home(self) -> None:
-        """The engine serves what users get again."""
-        self.is_away, self._tensors = False, None
+    def end_loan(self) -> None:
+        """Ends the loan: the engine serves the users' weights again."""
+        self.is_lent, self._tensors = False, None
 
 
 def in_thread(work: Callable[[], T]) -> asyncio.Future[T]:
-    """What `work` gives, in a thread that nobody need wait for: reading a store may take long."""
+    """Runs `work` in a daemon thread, which may outlive the caller: reading a store can take long."""
     future: Future[T] = Future()
     future.set_running_or_notify_cancel()
 

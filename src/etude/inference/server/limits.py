@@ -1,6 +1,6 @@
-"""Who may use the server, and how much: bearer tokens of named keys, each with limits of its own.
+"""API keys and rate limits: bearer tokens of named keys, each with its own limits.
 
-The file has one line a key; what follows the token is optional and overrides the server's defaults:
+The tokens file has one line per key; options after the token override the server's defaults:
 
     alice:sk-5f0c...
     rollout:sk-77aa... requests=512 tokens_per_minute=0
@@ -25,18 +25,18 @@ _OPEN_KEY = "anyone"
 
 @dataclass(frozen=True, slots=True)
 class KeyLimits:
-    """What one key may do. 0 is no limit."""
+    """Limits of one key. 0 means no limit."""
 
     requests: int = 256
-    """At the same time; each of `n` samples and of several prompts counts."""
+    """Concurrent answers; each of `n` samples and of several prompts counts."""
     tokens_per_minute: int = 0
-    """Prompt and sampled tokens together. A whole minute's worth may come at once."""
+    """Prompt and sampled tokens together. Bursts of up to one minute's tokens are allowed."""
 
 
 @dataclass(slots=True, eq=False)
 class Key:
-    """One key and what it uses. A token bucket: it holds what may be spent, and may fall below nothing, since
-    nobody knows the length of an answer beforehand."""
+    """One key and its usage. Tokens per minute are a token bucket, whose level may become negative, since the
+    length of an answer is not known beforehand."""
 
     name: str
     token: str
@@ -49,9 +49,9 @@ class Key:
     def __post_init__(self) -> None:
         self._level, self._filled_s = float(self.limits.tokens_per_minute), self.clock()
 
-    def enter(self, num_requests: int) -> None:
-        """So many requests begin. Raises RateLimitError, and BadRequestError where waiting would not help;
-        then nothing has changed."""
+    def begin_requests(self, num_requests: int) -> None:
+        """Counts requests that begin. Raises RateLimitError, or BadRequestError where waiting would not help,
+        without changing anything."""
         limit = self.limits.requests
         if limit and num_requests > limit:
             raise BadRequestError(
@@ -79,12 +79,12 @@ class Key:
             )
         self.running += num_requests
 
-    def leave(self, num_requests: int) -> None:
-        """So many requests have ended."""
+    def end_requests(self, num_requests: int) -> None:
+        """Counts requests that have ended."""
         self.running -= num_requests
 
-    def spend(self, num_tokens: int) -> None:
-        """Tokens were computed for this key."""
+    def charge(self, num_tokens: int) -> None:
+        """Takes tokens that were computed for this key from the bucket."""
         if self.limits.tokens_per_minute:
             self._fill()
             self._level -= num_tokens
@@ -96,7 +96,7 @@ class Key:
 
 
 class Keys:
-    """All keys of a server; without any, everyone who reaches it is let in under one name."""
+    """All keys of a server. Without any, all requests are accepted under one shared key."""
 
     def __init__(self, keys: Mapping[str, Key]) -> None:
         """`keys`: by token."""

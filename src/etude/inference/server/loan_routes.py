@@ -1,9 +1,9 @@
-"""The routes of a loan: its owner's with the administrator's token, the run's with the loan's own.
+"""Routes of loans: the administrator's, with the admin token, and the borrowing run's, with the loan's token.
 
-POST   /admin/loan {"borrower", "lease_s"}   lends; answers with the loan's id and token
-GET    /admin/loan                           where it stands
+POST   /admin/loan {"borrower", "lease_s"}   lends; answers the loan's id and token
+GET    /admin/loan                           the loan state
 DELETE /admin/loan                           recalls; answers when the replica serves users again
-POST   /loan/METHOD                          a call of the run's: arguments and answer as in `wire`
+POST   /loan/METHOD                          a call by the run: arguments and answer as in `wire`
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from etude.tokens.chat.fields import text, wrong
 
 router = APIRouter()
 _FAILED = 422
-"""With an error of the engine's in the body, which the client raises as it is."""
+"""Status of an engine error in the body, which the client raises unchanged."""
 _CALLS: Mapping[str, tuple[Callable[..., Awaitable[Any]], tuple[type, ...]]] = {
     "begin": (LoanDesk.begin, (str,)),
     "stage": (LoanDesk.stage, (WeightManifest,)),
@@ -42,7 +42,7 @@ _CALLS: Mapping[str, tuple[Callable[..., Awaitable[Any]], tuple[type, ...]]] = {
     "pulse": (LoanDesk.pulse, ()),
     "end": (LoanDesk.end, ()),
 }
-"""What a run may call, and with which arguments."""
+"""Methods that a run may call, with the types of their arguments."""
 
 
 @router.post("/admin/loan", tags=["admin"], status_code=201, openapi_extra=described(body="application/json"))
@@ -54,13 +54,13 @@ async def lend(request: Request) -> Response:
     if not isinstance(lease_s, int | float) or not (0.1 <= lease_s <= 3600 and math.isfinite(lease_s)):
         raise wrong("lease_s", lease_s, "seconds from 0.1 to 3600")
     loan = await desk.lend(text(body.get("borrower"), "borrower"), float(lease_s))
-    return JSONResponse({"id": loan.id, "token": loan.token, **desk.standing()}, 201)
+    return JSONResponse({"id": loan.id, "token": loan.token, **desk.status()}, 201)
 
 
 @router.get("/admin/loan", tags=["admin"])
 async def standing(request: Request) -> Response:
     """Where the replica stands."""
-    return JSONResponse(_owned(request).standing())
+    return JSONResponse(_owned(request).status())
 
 
 @router.delete("/admin/loan", tags=["admin"])
@@ -68,7 +68,7 @@ async def recall(request: Request) -> Response:
     """Recalls the replica."""
     desk = _owned(request)
     await desk.recall("its owner recalls it")
-    return JSONResponse(desk.standing())
+    return JSONResponse(desk.status())
 
 
 @router.post(
@@ -79,7 +79,7 @@ async def recall(request: Request) -> Response:
     openapi_extra=described(body=BYTES),
 )
 async def call(request: Request, method: str) -> Response:
-    """A call of the run that has the replica on loan. An error of the engine's goes into the answer."""
+    """A method call by the borrowing run. Engine errors are returned in the answer."""
     desk = _desk_of(request)
     loan = desk.find(bearer_of(request.headers))
     if method not in _CALLS:
@@ -99,7 +99,7 @@ async def call(request: Request, method: str) -> Response:
 
 
 def _owned(request: Request) -> LoanDesk:
-    """The desk, for an administrator."""
+    """The loan desk, if the request is an administrator's."""
     check_admin(request)
     return _desk_of(request)
 

@@ -1,13 +1,13 @@
-"""A replica that is lent to a training run: it samples with the run's weights, and comes home to its own.
+"""Loans of a replica to a training run: it samples with the run's weights, then returns to its own.
 
-    home ──lend()──> lent ──recall(), end(), or a silent borrower──> returning ──> home
+    home ──lend()──> lent ──recall(), end(), or an expired lease───> returning ──> home
      |                 |                                                |
-     users        no new users; those under way end          rollouts are aborted at once, and
-                  before the run's weights are served        the weights that users get put back
+     users        no new users; answers in progress end      rollouts are aborted at once, and
+                  before the run's weights are served        the users' weights are restored
 
-Users never get a token of the run's weights, nor the run one of theirs: the engine swaps when the last user
-has gone, and when the last rollout has. What serves users stays in host memory meanwhile. A loan is a lease:
-who does not renew it loses it, so a run that dies, or a router, takes no replica with it.
+Users never get a token of the run's weights, nor the run one of theirs: the engine swaps only when the last
+user's answer, or the last rollout, has ended. The users' weights stay in host memory meanwhile. A loan is a
+lease: it ends unless it is renewed, so a run or router that dies keeps no replica.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ from etude.weights import make_subscriber
 
 _log = logging.getLogger("etude.inference.server")
 _POLL_S = 10.0
-"""An empty answer then: no connection stays silent for longer."""
+"""Time after which a poll answers with nothing, so that no connection is silent for longer."""
 _ABORT_S = 2.0
-"""What has not ended so long after it was aborted is cancelled."""
+"""Time after an abort at which requests that have not ended are cancelled."""
 _RETRY_S = 1.0
 T = TypeVar("T")
 Fetch = Callable[[WeightManifest], Mapping[str, Tensor]]
 
 
 class LoanState(StrEnum):
-    """Where a replica stands."""
+    """Loan state of a replica."""
 
     HOME = "home"
     LENT = "lent"
@@ -55,32 +55,32 @@ class LoanState(StrEnum):
 
 
 def fetch_from_store(url: str) -> Fetch:
-    """Reads a run's weight store, or a relay of it. Raises StoreError."""
+    """Opens a run's weight store, or a relay of it, for reading. Raises StoreError."""
     return make_subscriber(WeightsConfig(url=url)).fetch
 
 
 @dataclass(slots=True, eq=False)
 class Loan:
-    """One loan, and what the run does with it."""
+    """One loan: its lease, and what the run does under it."""
 
     borrower: str
     lease_s: float
     renewed_s: float
     id: str = field(default_factory=lambda: secrets.token_hex(6))
     token: str = field(default_factory=lambda: secrets.token_urlsafe(32))
-    """Opens the routes of this loan."""
+    """Bearer token of this loan's routes."""
     store: str = ""
     fetch: Fetch | None = None
     served: set[PolicyVersion] = field(default_factory=set[PolicyVersion])
-    """Versions that it has had in service."""
+    """Versions of the run that have been in service."""
     has_swapped: bool = False
-    """Whether the engine may have other weights in service than those that users get."""
+    """Whether the engine may have the run's weights in service."""
     exchanges: dict[str, Exchange] = field(default_factory=dict[str, Exchange])
-    """By client: each process of the run has its own."""
+    """One per client: each process of the run is a client."""
     closing: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when it ends: nothing new is begun."""
-    over: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when all that was in flight has been sent."""
+    """Set when the loan begins to end: no new calls are accepted."""
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when all requests in flight have ended."""
 
 
 def _over(loan: Loan) -> LoanOverError:
@@ -98,29 +98,29 @@ class LoanDesk:
         open_store: Callable[[str], Fetch] = fetch_from_store,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`home`: in service now. `about`: what a borrower learns of the engine. `open_store`: reads the
-        store that a borrower names."""
+        """`home`: of the weights in service. `about`: facts about the engine for borrowers. `open_store`:
+        opens the store that a borrower names."""
         self.home = HomeWeights(engine, home)
         """The replica's WeightSink for administrators."""
         self.state = LoanState.HOME
         self.loan: Loan | None = None
-        """From `lend` until the replica is home again."""
+        """The current loan, from `lend` until the replica is home again."""
         self.last_return_s = 0.0
-        """How long the last return took, from the recall to weights that users get."""
+        """Duration of the last return, from the recall until the users' weights served again."""
         self._engine, self._about = engine, about
         self._open_store = open_store
         self._clock = clock
-        self._past: Loan | None = None
+        self._last_loan: Loan | None = None
         self._watching: asyncio.Task[None] | None = None
         self._returning: asyncio.Task[None] | None = None
-        self._until_no_user: Callable[[], Awaitable[None]] | None = None
+        self._wait_until_idle: Callable[[], Awaitable[None]] | None = None
 
-    def watch_users(self, until_none: Callable[[], Awaitable[None]]) -> None:
-        """`until_none` waits for the answers under way."""
-        self._until_no_user = until_none
+    def watch_users(self, wait_until_idle: Callable[[], Awaitable[None]]) -> None:
+        """`wait_until_idle`: waits for users' answers in progress."""
+        self._wait_until_idle = wait_until_idle
 
     def check_home(self) -> None:
-        """Raises UnavailableError while users cannot be served here."""
+        """Raises UnavailableError while the replica is not at home."""
         if self.state is not LoanState.HOME:
             raise UnavailableError(
                 "the replica is lent to a training run",
@@ -131,20 +131,20 @@ class LoanDesk:
     # ---- the owner's side -----------------------------------------------------------------------
 
     async def lend(self, borrower: str, lease_s: float) -> Loan:
-        """Takes nothing new of users from now on. Raises LoanConflictError where it is lent already, and
-        WeightUpdateError where what it serves cannot be kept; then nothing has changed."""
+        """Lends the replica: it accepts no new requests of users. Raises LoanConflictError if it is lent
+        already, WeightUpdateError if its weights cannot be kept; then nothing has changed."""
         if self.loan is not None:
             raise LoanConflictError(
                 "the replica is lent already", field="state", received=self.loan.borrower, fix="recall it"
             )
-        await self.home.leave()
+        await self.home.begin_loan()
         self.loan = Loan(borrower, lease_s, self._clock())
         self.state = LoanState.LENT
         self._watching = asyncio.create_task(self._watch(self.loan))
         return self.loan
 
     async def recall(self, cause: str) -> None:
-        """Brings the replica home. Idempotent."""
+        """Ends the loan, if any, and waits until the replica serves users again. Idempotent."""
         if self.loan is not None and self._returning is None:
             _log.info("the replica comes home: %s", cause)
             self._returning = asyncio.create_task(self._return(self.loan))
@@ -162,29 +162,29 @@ class LoanDesk:
         loan.closing.set()
         ends = (exchange.end(_ABORT_S) for exchange in loan.exchanges.values())
         for error in await asyncio.gather(*ends, return_exceptions=True):
-            if error is not None:  # users must get their replica all the same
+            if error is not None:  # users must get their replica nevertheless
                 _log.error("a rollout could not be ended", exc_info=error)
-        loan.over.set()
-        while not await self._is_home(loan):  # noqa: ASYNC110 (nobody tells when it can)
+        loan.ended.set()
+        while not await self._try_return(loan):  # noqa: ASYNC110 (there is no event to wait for)
             await asyncio.sleep(_RETRY_S)
         loan.fetch = None  # it holds two versions of the run's weights
-        self._past, self.loan, self._returning = loan, None, None
+        self._last_loan, self.loan, self._returning = loan, None, None
         self.state = LoanState.HOME
         self.last_return_s = self._clock() - began_s
         if self._watching is not None:
             self._watching.cancel()
 
-    async def _is_home(self, loan: Loan) -> bool:
-        """Brings the engine to what users get; False where that failed. Administrators are let in between two
-        attempts: their weights may be the remedy."""
-        async with self.home.swapping:
-            if loan.has_swapped and not await self.home.put_back():
+    async def _try_return(self, loan: Loan) -> bool:
+        """Restores the users' weights; False if that failed. Between two attempts administrators may activate
+        other weights, which may be the remedy."""
+        async with self.home.swap_lock:
+            if loan.has_swapped and not await self.home.restore():
                 return False
-            self.home.come_home()
+            self.home.end_loan()
             return True
 
-    def standing(self) -> dict[str, Any]:
-        """Where the replica stands, as JSON values."""
+    def status(self) -> dict[str, Any]:
+        """The loan state of the replica, as JSON values."""
         version = self.home.current()
         return {
             "state": str(self.state),
@@ -197,21 +197,22 @@ class LoanDesk:
     # ---- the borrower's side --------------------------------------------------------------------
 
     def find(self, token: str) -> Loan:
-        """The loan that a token opens; one that has just ended too. Raises LoanOverError."""
-        for loan in (self.loan, self._past):
+        """The loan with this token: the current or the last one. Raises LoanOverError."""
+        for loan in (self.loan, self._last_loan):
             if loan is not None and is_token(token, loan.token):
                 return loan
         raise LoanOverError("there is no such loan, or it has ended", field="authorization")
 
     async def pulse(self, loan: Loan) -> Mapping[str, float]:
-        """Renews the lease: the borrower lives. What the engine has done so far. Raises LoanOverError."""
-        if loan.over.is_set():
+        """Renews the lease; returns the engine's usage counters. Raises LoanOverError."""
+        if loan.ended.is_set():
             self._check_open(loan)
         loan.renewed_s = self._clock()
         return self._engine.usage()
 
     async def begin(self, loan: Loan, store: str) -> dict[str, Any]:
-        """The run begins, or begins anew, with its weights in `store`; returns what it learns of the engine.
+        """Begins, or restarts, the run's use of the loan, with its weights in `store`; returns facts about
+        the engine.
 
         Raises LoanOverError, StoreError.
         """
@@ -224,23 +225,23 @@ class LoanDesk:
         return {**self._about, "lease_s": loan.lease_s}
 
     async def stage(self, loan: Loan, manifest: WeightManifest) -> None:
-        """Fetches the run's weights, and puts them beside those in service. A recall does not wait for the
-        fetching. Raises LoanOverError, WeightUpdateError, StoreError."""
+        """Fetches and stages the run's weights. A recall does not wait for the fetch. Raises LoanOverError,
+        WeightUpdateError, StoreError."""
         self._check_open(loan)
         fetch = loan.fetch
         if fetch is None:
             raise LoanConflictError("the loan has not begun", field="state", fix="begin it")
         tensors = await self._unless_over(loan, in_thread(lambda: fetch(manifest)))
-        async with self.home.swapping:
+        async with self.home.swap_lock:
             self._check_open(loan)
             await self._engine.stage(manifest, tensors)
 
     async def activate(self, loan: Loan, version: PolicyVersion, kv: KvPolicy) -> Mapping[str, float]:
-        """Serves the run's weights, once no user is answered any more; as `pulse`. Raises LoanOverError,
-        WeightUpdateError."""
-        if self._until_no_user is not None:
-            await self._unless_over(loan, self._until_no_user())
-        async with self.home.swapping:
+        """Activates the run's weights once no user's answer is in progress; returns usage counters as
+        `pulse`. Raises LoanOverError, WeightUpdateError."""
+        if self._wait_until_idle is not None:
+            await self._unless_over(loan, self._wait_until_idle())
+        async with self.home.swap_lock:
             self._check_open(loan)
             loan.has_swapped = True
             await self._engine.activate(version, kv)
@@ -249,55 +250,55 @@ class LoanDesk:
 
     async def exchange(self, loan: Loan, commands: Sequence[Command], client: str) -> None:
         """See Exchange.exchange. Raises LoanOverError, and LoanConflictError before a version is served."""
-        if loan.over.is_set():
+        if loan.ended.is_set():
             self._check_open(loan)
         if not loan.served:
             raise LoanConflictError("no version of the run is served yet", field="state", fix="activate one")
         exchange = loan.exchanges.setdefault(client, Exchange(self._engine))
-        if loan.closing.is_set():  # what has begun is still sent
+        if loan.closing.is_set():  # requests in flight still end in order
             exchange.refuse(commands, SamplerError("the replica is called home", received=loan.id))
         else:
             exchange.exchange(commands)
 
     async def forget(self, loan: Loan, client: str) -> None:
-        """A process of the run is gone: ends what it had asked. Raises LoanOverError."""
+        """Removes a client whose process has ended, with its requests. Raises LoanOverError."""
         self._check_open(loan)
         exchange = loan.exchanges.pop(client, None)
         if exchange is not None:
             await exchange.end(_ABORT_S)
 
     async def poll(self, loan: Loan, client: str) -> list[Event]:
-        """See Exchange.poll; empty when nothing has come for a while. Raises LoanOverError when the loan has
-        ended and all that was to be sent has been."""
+        """See Exchange.poll; returns nothing after `_POLL_S` without events. Raises LoanOverError once the
+        loan has ended and all events are delivered."""
         exchange = loan.exchanges.setdefault(client, Exchange(self._engine))
         if not exchange.has_events:
-            if loan.over.is_set():
+            if loan.ended.is_set():
                 self._check_open(loan)
-            waits = [asyncio.ensure_future(one) for one in (exchange.wait(), loan.over.wait())]
+            waits = [asyncio.ensure_future(wait) for wait in (exchange.wait(), loan.ended.wait())]
             try:
                 await asyncio.wait(waits, timeout=_POLL_S, return_when=asyncio.FIRST_COMPLETED)
             finally:
-                for one in waits:
-                    one.cancel()
+                for wait in waits:
+                    wait.cancel()
         return await exchange.poll() if exchange.has_events else []
 
     async def score(self, loan: Loan, tokens: NDArray[np.int32], version: PolicyVersion) -> Scores:
-        """See Sampler.score: under a version of the run's alone. Raises SamplerError, LoanOverError."""
+        """See Sampler.score; only for versions of the run. Raises SamplerError, LoanOverError."""
         self._check_open(loan)
         if version not in loan.served:
             raise SamplerError("the loan does not serve this version", field="version", received=str(version))
         return await self._unless_over(loan, self._engine.score(tokens, version))
 
     async def end(self, loan: Loan) -> dict[str, Any]:
-        """The run gives the replica back."""
+        """Ends the loan on behalf of the run."""
         if self.loan is loan:
             await self.recall(f"{loan.borrower} gives it back")
-        return self.standing()
+        return self.status()
 
     def _check_open(self, loan: Loan) -> None:
         if loan.closing.is_set():
             raise _over(loan)
 
     async def _unless_over(self, loan: Loan, work: Awaitable[T]) -> T:
-        """What `work` gives, unless the loan ends first. Raises LoanOverError."""
+        """The result of `work`, unless the loan ends first. Raises LoanOverError."""
         return await unless(work, loan.closing.wait(), _over(loan))

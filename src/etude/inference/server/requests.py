@@ -1,4 +1,4 @@
-"""What the routes share: the server's state, keys, bodies, conversations."""
+"""Request helpers of the routes: server state, API keys, bodies and headers."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ T = TypeVar("T")
 
 
 def state_of(request: Request) -> ServerState:
-    """The state of the server that got the request."""
+    """The state of the server."""
     return request.app.state.serving
 
 
 def key_of(request: Request) -> Key:
-    """The key that sends a request, as a bearer or (by Anthropic's clients) in `x-api-key`. Raises
+    """The key of a request, sent as a bearer token or (by Anthropic's clients) in `x-api-key`. Raises
     RefusedKeyError."""
     return state_of(request).keys.find(bearer_of(request.headers) or request.headers.get("x-api-key", ""))
 
 
 def check_admin(request: Request) -> None:
-    """Raises RefusedKeyError without a token, ForbiddenError for another than the administrator's."""
+    """Raises RefusedKeyError without a token, ForbiddenError if it is not the administrator's."""
     token, wanted = bearer_of(request.headers), state_of(request).admin_token
     if not wanted:
         raise ForbiddenError(
@@ -51,8 +51,8 @@ async def body_of(request: Request) -> dict[str, Any]:
 
 
 async def with_body(request: Request, work: Callable[[dict[str, Any]], T]) -> T:
-    """What `work` makes of a request's JSON object; of a large one in a thread, since a long conversation
-    takes its time to parse and to encode. Raises BodyTooLargeError, UserError, what `work` raises."""
+    """Parses a request's JSON object and returns `work` of it; for large bodies in a thread, since long
+    conversations take time to parse and encode. Raises BodyTooLargeError, UserError, what `work` raises."""
     limit_bytes = state_of(request).limits.body_bytes
     return await read_parsed(request, limit_bytes, lambda data: work(parse_body(data)))
 
@@ -63,12 +63,12 @@ async def data_of(request: Request) -> bytes:
 
 
 def check_session_name(request: Request) -> None:
-    """Raises BadRequestError for what names no conversation; which one it is matters to routers alone."""
+    """Raises BadRequestError for a malformed session name. Only routers use the name itself."""
     _named(request, SESSION_HEADER)
 
 
 def pin_of(request: Request) -> str | None:
-    """The policy version, by name, that all tokens of the answer must come from. Raises BadRequestError."""
+    """The name of the policy version that the request is pinned to, if any. Raises BadRequestError."""
     return _named(request, VERSION_HEADER)
 
 
@@ -80,7 +80,7 @@ def _named(request: Request, header: str) -> str | None:
 
 
 def wants_tokens(request: Request) -> bool:
-    """Whether the side channel is asked for. Raises BadRequestError for extensions that there are not."""
+    """Whether the request asks for the side channel. Raises BadRequestError for unknown extensions."""
     names = [name.strip() for name in request.headers.get(EXTENSIONS_HEADER, "").split(",") if name.strip()]
     for name in names:
         if name != "tokens":

@@ -1,4 +1,4 @@
-"""The routes of clients: OpenAI's and Anthropic's APIs, tokenisation, and the side channel."""
+"""Client routes: OpenAI's and Anthropic's APIs, tokenisation, and the side channel."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from etude.inference.server.requests import (
     with_body,
 )
 from etude.inference.server.side_channel import SIDE_CHANNEL_PATH
-from etude.inference.server.state import Asked, LiveRequest, ServerState
+from etude.inference.server.state import LiveRequest, ResponseOptions, ServerState
 from etude.serving.answers import EventStream, Sending
 from etude.serving.application import Binary, unless_gone
 from etude.serving.describing import answering, described
@@ -42,10 +42,10 @@ router = APIRouter()
 _log = logging.getLogger("etude.inference.server")
 
 _MOST_CHARACTERS = 1 << 21
-"""Of a text that is only encoded."""
+"""Limit of a text for tokenisation."""
 
 Build = Callable[[Mapping[str, Any], Key], ServedAnswer]
-"""Reads a body; the answer that is to be sampled."""
+"""Parses a body into the answer to sample."""
 
 
 def _add_dialect(dialect: Dialect) -> None:
@@ -89,25 +89,25 @@ async def _answer(request: Request, endpoint: str, build: Build) -> Response:
     key = key_of(request)
     state.version()
     check_session_name(request)
-    asked = Asked(pin_of(request), wants_tokens(request))
+    options = ResponseOptions(pin_of(request), wants_tokens(request))
 
     def checked(body: dict[str, Any]) -> ServedAnswer:
         check_model(body, state.model)
         return build(body, key)
 
     answer = await with_body(request, checked)
-    return await _respond(request, state.begin(answer, key, asked), endpoint)
+    return await _respond(request, state.begin_request(answer, key, options), endpoint)
 
 
 async def _respond(request: Request, live: LiveRequest, endpoint: str) -> Response:
-    """The answer to a request that has begun. Raises what the sampler raises before the first event."""
+    """The response to a request that has begun. Raises what the sampler raises before the first event."""
     metrics, writer = live.state.metrics, live.answer.writer
     headers: dict[str, str] = {}
-    if live.asked.with_tokens:
+    if live.options.with_tokens:
         headers[SIDE_CHANNEL_HEADER] = f"{SIDE_CHANNEL_PATH}/{writer.id}"
 
     def describe(error: Exception) -> ErrorAnswer:
-        """Status, document and headers; defects of ours are logged."""
+        """Status, document and headers of an error; unexpected exceptions are logged."""
         if not isinstance(error, UserError):
             metrics.count("etude_serve_engine_failures")
         if not isinstance(error, EtudeError):
@@ -115,7 +115,7 @@ async def _respond(request: Request, live: LiveRequest, endpoint: str) -> Respon
         return respell_error(request.url.path, error, ERRORS.describe(error))
 
     def ended(status: int) -> None:
-        live.leave()
+        live.finish()
         metrics.count("etude_serve_requests", endpoint=endpoint, status=str(status))
 
     events = live.events()
@@ -124,14 +124,14 @@ async def _respond(request: Request, live: LiveRequest, endpoint: str) -> Respon
     try:
         document = await unless_gone(request, collect_answers(events, writer))
     finally:
-        live.leave()
+        live.finish()
     ended(200)
     return JSONResponse(document, headers=headers)
 
 
 @router.post("/v1/messages/count_tokens", tags=["count_tokens"], openapi_extra=JSON_BODY)
 async def count_tokens(request: Request) -> Response:
-    """Tokens of the prompt that a request of these messages would have, in Anthropic's words."""
+    """Number of prompt tokens of these messages, in Anthropic's format."""
     return await _plain(request, "count_tokens", _count_tokens)
 
 
@@ -144,7 +144,7 @@ def _count_tokens(state: ServerState, body: Mapping[str, Any], key_name: str) ->
 async def _plain(
     request: Request, endpoint: str, work: Callable[[ServerState, Mapping[str, Any], str], dict[str, Any]]
 ) -> Response:
-    """A request that samples nothing. `work` has the body and the key's name: histories are kept by it."""
+    """Answers a request that does not sample. `work` gets the body and the key's name, for its histories."""
     state, key = state_of(request), key_of(request)
     document = await with_body(request, lambda body: work(state, body, key.name))
     state.metrics.count("etude_serve_requests", endpoint=endpoint, status="200")
@@ -182,7 +182,7 @@ def _tokenize(state: ServerState, body: Mapping[str, Any], key_name: str) -> dic
 
 
 def _check_length(num_characters: int, field: str) -> None:
-    """Raises BadRequestError for what would take long to encode: longer than any context, and no use."""
+    """Raises BadRequestError for texts that would take long to encode and exceed any context anyway."""
     if num_characters > _MOST_CHARACTERS:
         raise wrong(field, num_characters, f"at most {_MOST_CHARACTERS} characters")
 

@@ -1,11 +1,11 @@
-"""Token ids, log-probabilities, versions and routes of answers, as a binary message beside the JSON.
+"""The side channel: token ids, log-probabilities, versions and routes of answers, as a binary message.
 
 A request with `x-etude-extensions: tokens` gets, in its answer's `x-etude-side-channel` header, a path; once
 the answer is complete, `GET` on it returns the tokens of all its choices. They are kept for a while, for the
-key that asked. So the answer itself stays what OpenAI's clients expect, streamed or not, and routes (about
+same API key. So the answer itself stays what OpenAI's clients expect, streamed or not, and routes (about
 1 KB a token on the largest models) never become JSON.
 
-Of the last sampled token nothing is computed yet.
+The last sampled token has no routes, since it is not computed.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from etude.records import PolicyVersion, SampleChunk
 
 SIDE_CHANNEL_PATH = "/v1/side_channel"
 WANT_TOKENS = {EXTENSIONS_HEADER: "tokens"}
-"""Headers of a request whose tokens are wanted: `extra_headers` of OpenAI's client."""
+"""Request headers that ask for the tokens: `extra_headers` of OpenAI's client."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Which policy sampled the tokens from `start` to `end` (among the sampled ones)."""
+    """Policy versions of the sampled tokens `start` to `end` (exclusive)."""
 
     start: int
     end: int
     version: PolicyVersion
     kv_oldest: PolicyVersion
-    """Oldest version that these tokens attended to."""
+    """Oldest version among the keys that they attended to."""
 
 
 @dataclass(slots=True, eq=False)
 class ChoiceTokens:
-    """One answer in tokens: n sampled after p of the prompt."""
+    """Tokens of one answer: p of the prompt and n sampled ones."""
 
     prompt: NDArray[np.int32]
     tokens: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
@@ -55,7 +55,7 @@ class ChoiceTokens:
 
 
 def choice_tokens(prompt: NDArray[np.int32], chunks: Sequence[SampleChunk]) -> ChoiceTokens:
-    """One answer's chunks together. Later routes of a position replace earlier ones."""
+    """Merges one answer's chunks. Later routes of a position replace earlier ones."""
     raw = [chunk.raw_logprobs for chunk in chunks if chunk.raw_logprobs is not None]
     routes, start = _merged_routes(chunks)
     return ChoiceTokens(
@@ -97,12 +97,12 @@ def _spans(chunks: Sequence[SampleChunk]) -> tuple[Span, ...]:
 
 
 def encode(choices: Sequence[ChoiceTokens]) -> bytes:
-    """The tokens of an answer, as `etude.inference.wire` writes them."""
+    """Encodes the choices of an answer in the format of `etude.inference.wire`."""
     return wire.pack(list(choices))
 
 
 def decode(body: bytes) -> list[ChoiceTokens]:
-    """What `encode` was given. Raises DamagedMessageError for a body that is cut or of another format."""
+    """The reverse of `encode`. Raises DamagedMessageError for a body that is cut or of another format."""
     return wire.unpack(body, (ChoiceTokens, Span, PolicyVersion))
 
 
@@ -114,7 +114,7 @@ class _Kept:
 
 
 class SideChannel:
-    """The tokens of answers until they are fetched; bounded in bytes, the oldest go first."""
+    """Keeps the encoded tokens of answers for a while; bounded in bytes, the oldest are dropped first."""
 
     def __init__(
         self,
@@ -129,7 +129,7 @@ class SideChannel:
         self._kept: OrderedDict[str, _Kept] = OrderedDict()
 
     def put(self, answer_id: str, key_name: str, body: bytes) -> None:
-        """Keeps what `encode` made of an answer."""
+        """Stores an encoded answer."""
         self._kept[answer_id] = _Kept(body, key_name, self._clock() + self._keep_s)
         self._num_bytes += len(body)
         now_s = self._clock()
@@ -140,7 +140,7 @@ class SideChannel:
             self._num_bytes -= len(self._kept.pop(oldest).body)
 
     def get(self, answer_id: str, key_name: str) -> bytes:
-        """What was kept. Raises NoSuchAnswerError: not complete, another key's, or no longer kept."""
+        """A stored answer. Raises NoSuchAnswerError if it is incomplete, another key's, or dropped."""
         kept = self._kept.get(answer_id)
         if kept is None or kept.key_name != key_name or kept.until_s < self._clock():
             raise NoSuchAnswerError(

@@ -1,4 +1,4 @@
-"""What a server holds: its model, its sampler, its keys, and the requests that it is answering."""
+"""State of a server: model, sampler, keys, metrics, and the requests in progress."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from etude.tokens.chat.answers import Ended, Event, Sampled
 from etude.tokens.chat.histories import ChatFrames
 
 LATENCY_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
-"""Upper ends of the buckets for whole waits."""
+"""Histogram buckets (upper bounds) for request latencies."""
 STEP_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
-"""Upper ends of the buckets for the time from token to token."""
+"""Histogram buckets (upper bounds) for inter-token times."""
 
 _HISTOGRAMS: Mapping[str, tuple[tuple[float, ...], str]] = {
     "etude_serve_time_to_first_token_seconds": (LATENCY_S, "From the request's arrival to its first token."),
@@ -44,32 +44,32 @@ _COUNTERS: Mapping[str, str] = {
 
 
 def serve_metrics() -> Metrics:
-    """Counts and times of one inference server."""
+    """The metrics of one inference server."""
     return Metrics("etude_serve", _COUNTERS, _HISTOGRAMS)
 
 
 @dataclass(frozen=True, slots=True)
 class ServerLimits:
-    """What a server takes from its clients. Those of single keys are in the tokens file."""
+    """Limits of a server. Those of single keys are in the tokens file."""
 
     body_bytes: int = 32 << 20
     requests: int = 1024
-    """Answers sampled or waiting at the same time, of all keys together."""
+    """Concurrent answers, running or waiting, over all keys."""
     answer_s: float = 900.0
     """Longest time of one answer."""
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """What a request's headers ask of its answer."""
+class ResponseOptions:
+    """Options that a request sets by headers."""
 
     pin: str | None = None
-    """The policy version that each token must come from, by its name; None: any, and it may change."""
+    """Name of the policy version that every token must come from; None: any, and it may change."""
     with_tokens: bool = False
-    """Whether the tokens are kept for the side channel."""
+    """Whether to keep the tokens for the side channel."""
 
     def check(self, version: PolicyVersion) -> None:
-        """Raises VersionNotServedError for tokens of another version than the one that was asked for."""
+        """Raises VersionNotServedError if `version` is not the pinned one."""
         if self.pin is not None and str(version) != self.pin:
             raise VersionNotServedError(
                 "this policy version is not, or no longer, in service here",
@@ -80,7 +80,7 @@ class Asked:
 
 
 class ServerState:
-    """One server. For one event loop."""
+    """State of one server. For one event loop."""
 
     def __init__(
         self,
@@ -95,9 +95,9 @@ class ServerState:
         gauges: Callable[[], Mapping[str, float]] = dict,
         failure: Callable[[], BaseException | None] = lambda: None,
     ) -> None:
-        """`admin_token` opens the routes of weights; empty: nothing does. `pool`: which pool this replica is
-        in, for the router. `loans`: lends it to training runs; `sink` is then its `home`. `gauges`: what the
-        engine tells `/metrics`, by name. `failure`: why it will never answer again; None while it works."""
+        """`admin_token`: for the weight and loan routes; empty: they are closed. `pool`: the replica's pool,
+        for the router. `loans`: lends it to training runs; `sink` is then its `home`. `gauges`: engine
+        metrics by name. `failure`: the error that has ended the engine, or None."""
         self.model = model
         self.sampler = sampler
         self.sink = sink
@@ -113,10 +113,10 @@ class ServerState:
         self.draining = False
         self.live: set[LiveRequest] = set()
         if loans is not None:
-            loans.watch_users(self.until_no_user)
+            loans.watch_users(self.wait_until_idle)
 
     def version(self) -> PolicyVersion:
-        """The version in service. Raises UnavailableError where requests cannot be answered now."""
+        """The version in service. Raises UnavailableError if requests cannot be answered now."""
         if self.draining:
             raise UnavailableError("the server is about to end", fix="send the request to another replica")
         if (failure := self.failure()) is not None:
@@ -130,32 +130,32 @@ class ServerState:
             )
         return version
 
-    def begin(self, answer: ServedAnswer, key: Key, asked: Asked) -> LiveRequest:
-        """A request begins. Raises UnavailableError, VersionNotServedError, RateLimitError and
-        BadRequestError; then nothing has changed."""
-        asked.check(self.version())
+    def begin_request(self, answer: ServedAnswer, key: Key, options: ResponseOptions) -> LiveRequest:
+        """Admits a request. Raises UnavailableError, VersionNotServedError, RateLimitError and
+        BadRequestError without changing anything."""
+        options.check(self.version())
         num = len(answer.jobs)
         if self.num_answers + num > self.limits.requests:
             raise UnavailableError("the server is full", received=self.num_answers, retry_after_s=2)
-        key.enter(num)
-        key.spend(answer.writer.prompt_tokens)
+        key.begin_requests(num)
+        key.charge(answer.writer.prompt_tokens)
         self.metrics.count("etude_serve_prompt_tokens", answer.writer.prompt_tokens)
-        request = LiveRequest(self, answer, key, asked)
+        request = LiveRequest(self, answer, key, options)
         self.live.add(request)
         return request
 
-    async def until_no_user(self) -> None:
-        """Waits until no answer is under way."""
+    async def wait_until_idle(self) -> None:
+        """Waits until no request is in progress."""
         while self.live:
-            await next(iter(self.live)).gone.wait()
+            await next(iter(self.live)).finished.wait()
 
     @property
     def num_answers(self) -> int:
-        """Answers that are sampled or waited for."""
-        return sum(request.num_left for request in self.live)
+        """Incomplete answers of all requests."""
+        return sum(request.num_incomplete for request in self.live)
 
     def load(self) -> dict[str, Any]:
-        """Running and waiting answers, and tokens that they may still take: at most."""
+        """Running and waiting answers, and an upper bound of their outstanding tokens."""
         running = sum(request.num_running for request in self.live)
         outstanding = sum(job.outstanding_tokens for request in self.live for job in request.answer.jobs)
         waiting = self.num_answers - running
@@ -164,7 +164,7 @@ class ServerState:
 
 @dataclass(slots=True, eq=False)
 class LiveRequest:
-    """One request while it is answered: it is measured, charged and recorded as its events pass.
+    """A request in progress: measures, charges and records its events as they pass.
 
     jobs --a task each--> sampler --> Sampled ..... Ended
                                           \\____ one queue ____ events()
@@ -173,40 +173,40 @@ class LiveRequest:
     state: ServerState
     answer: ServedAnswer
     key: Key
-    asked: Asked
+    options: ResponseOptions
     began_s: float = field(default_factory=time.monotonic)
-    gone: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when the request has ended."""
+    finished: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set once the request has ended."""
 
     @property
-    def num_left(self) -> int:
-        """Answers that are not complete."""
+    def num_incomplete(self) -> int:
+        """Incomplete answers."""
         return sum(job.ended is None for job in self.answer.jobs)
 
     @property
     def num_running(self) -> int:
-        """Of these, answers with a token already."""
+        """Incomplete answers with at least one token."""
         return sum(job.ended is None and job.num_tokens > 0 for job in self.answer.jobs)
 
     async def events(self) -> AsyncGenerator[Event]:
-        """Yields what is sampled; an `Ended` for each answer. Closing it early aborts the request.
+        """Yields the events of all answers, each ending with an `Ended`. Closing it early aborts the request.
 
-        Raises InfrastructureError where the sampler fails: then no answer comes.
+        Raises InfrastructureError if the sampler fails; the answers are then incomplete.
         """
         state, jobs = self.state, self.answer.jobs
         queue: asyncio.Queue[Event | Exception] = asyncio.Queue()
         tasks = [asyncio.create_task(self._sample(job, queue)) for job in jobs]
-        left = len(jobs)
+        incomplete = len(jobs)
         try:
-            while left:
+            while incomplete:
                 event = await queue.get()
                 if isinstance(event, Exception):
                     raise event
-                left -= isinstance(event, Ended)
+                incomplete -= isinstance(event, Ended)
                 if isinstance(event, Sampled):
                     self._measure(event, jobs[event.index])
                 yield event
-            if self.asked.with_tokens:
+            if self.options.with_tokens:
                 body = encode([choice_tokens(job.prompt, job.chunks) for job in jobs])
                 state.channel.put(self.answer.writer.id, self.key.name, body)
             state.metrics.observe("etude_serve_request_seconds", time.monotonic() - self.began_s)
@@ -217,29 +217,29 @@ class LiveRequest:
             try:
                 await end_tasks(*tasks)
             finally:
-                self.leave()
+                self.finish()
 
     async def _sample(self, job: Job, queue: asyncio.Queue[Event | Exception]) -> None:
-        """Samples one answer; the queue always gets a last word, but of a cancelled one."""
+        """Samples one answer into the queue, which gets an `Ended` or an exception unless cancelled."""
         state = self.state
         try:
             await job.sample(state.sampler, state.pool, state.limits.answer_s, queue.put_nowait)
-        except Exception as error:  # handed on to the listener, which sorts it
+        except Exception as error:  # raised by `events`
             queue.put_nowait(error)
 
-    def leave(self) -> None:
-        """The request has ended, in whatever way. Idempotent."""
-        if not self.gone.is_set():
-            self.gone.set()
-            self.key.leave(len(self.answer.jobs))
+    def finish(self) -> None:
+        """Ends the request, whether complete, failed or aborted. Idempotent."""
+        if not self.finished.is_set():
+            self.finished.set()
+            self.key.end_requests(len(self.answer.jobs))
             self.state.metrics.count("etude_serve_cached_tokens", self.answer.writer.cached_tokens)
             self.state.live.discard(self)
 
     def _measure(self, event: Sampled, job: Job) -> None:
-        assert event.chunk is not None, "what is held back comes with an answer's last tokens"
+        assert event.chunk is not None, "text that was held back comes with an answer's last tokens"
         if not (count := len(event.chunk.tokens)):
             return
-        self.asked.check(event.chunk.version)
+        self.options.check(event.chunk.version)
         metrics, now_s = self.state.metrics, time.monotonic()
         if job.last_s:
             metrics.observe("etude_serve_inter_token_seconds", (now_s - job.last_s) / count, count)
@@ -247,4 +247,4 @@ class LiveRequest:
             metrics.observe("etude_serve_time_to_first_token_seconds", now_s - self.began_s)
         job.last_s = now_s
         metrics.count("etude_serve_sampled_tokens", count)
-        self.key.spend(count)
+        self.key.charge(count)

@@ -40,19 +40,19 @@ class History:
         """The newest one that took place."""
         return self._order[-1]
 
-    def name(self, version: PolicyVersion, kv: KvPolicy) -> Activation:
+    def create(self, version: PolicyVersion, kv: KvPolicy) -> Activation:
         """A new activation, which has not taken place yet."""
         label = f"{version}:{version.digest[:16]}#{len(self._named)}"
         activation = Activation(label, version, kv, asyncio.get_running_loop().create_future())
         self._named[label] = activation
         return activation
 
-    def note(self, activation: Activation) -> None:
+    def record(self, activation: Activation) -> None:
         """It took place."""
         if activation not in self._order:
             self._order.append(activation)
 
-    def refuse_open(self) -> None:
+    def refuse_pending(self) -> None:
         """Whatever has no verdict yet is refused: its server is gone."""
         for activation in self._named.values():
             if not activation.verdict.done():
@@ -85,7 +85,7 @@ class History:
             label, start = activation.label, at
         return [*spans, Span(label, start, num_sampled)]
 
-    def forget(self, request: str, began: int) -> None:
+    def remove_request(self, request: str, began: int) -> None:
         """The request has ended. `began`: as in `spans`."""
         for activation in self._order[began:]:
             activation.progress.pop(request, None)
@@ -100,7 +100,7 @@ class History:
         return self._order[min(since, until)].version
 
 
-def check_account(ours: list[Span], theirs: tuple[Span, ...]) -> None:
+def check_spans(ours: list[Span], theirs: tuple[Span, ...]) -> None:
     """Compares with vLLM's own account of a request, which changes labels with or after the weights.
 
     Raises SamplerError where vLLM names a label earlier than the weights came, or one that they never had.

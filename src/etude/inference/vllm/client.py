@@ -156,7 +156,7 @@ class Abilities:
     """What requests name as their model where it serves adapters; else they name none."""
 
 
-async def greet(client: VllmClient, *, capture_routes: bool) -> Abilities:
+async def prepare_workers(client: VllmClient, *, capture_routes: bool) -> Abilities:
     """Prepares a server's workers. Raises SamplerError if they lack our extension."""
     answer = await client.call_workers("etude_prepare", "yes" if capture_routes else "no")
     if not isinstance(answer, dict) or "dtype" not in answer:

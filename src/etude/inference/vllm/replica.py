@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from etude.errors import EtudeError, ResourceError, SamplerError, WeightUpdateError
 from etude.inference.vllm.activations import Activation, History
 from etude.inference.vllm.answers import Part
-from etude.inference.vllm.client import Abilities, VllmClient, greet, score_tokens
+from etude.inference.vllm.client import Abilities, VllmClient, prepare_workers, score_tokens
 from etude.inference.vllm.probes import check_probe
 from etude.inference.vllm.publishing import FetchedSnapshots
 from etude.inference.vllm.servers import VllmServer
@@ -75,7 +75,7 @@ class Replica:
         self._lock = asyncio.Lock()
         self._client: VllmClient | None = None
         self._staged: Snapshot | None = None
-        self._held: Snapshot | None = None
+        self._loaded: Snapshot | None = None
         """What the running server has, verified or not."""
         self._served: Snapshot | None = None
         self._watcher: asyncio.Task[None] | None = None
@@ -125,7 +125,7 @@ class Replica:
             with contextlib.suppress(asyncio.CancelledError):
                 await watcher
         try:
-            await self._take_down("vLLM was stopped")
+            await self._shut_down("vLLM was stopped")
             await self._server.stop()
             self._serving.set()  # wakes those who wait, who then find the failure
         finally:
@@ -144,7 +144,7 @@ class Replica:
             await self._serving.wait()
         return self._client
 
-    async def settled(self, client: VllmClient) -> None:
+    async def wait_until_settled(self, client: VllmClient) -> None:
         """Waits while weights are exchanged: how far requests were is known afterwards.
 
         Raises SamplerError if the server behind `client` has meanwhile been taken down: what it sampled last
@@ -175,10 +175,10 @@ class Replica:
     async def _activate(self, version: PolicyVersion, kv: KvPolicy) -> None:
         async with self._lock:
             staged = check_staged(version, self._staged)
-            error = await self._bring_in(staged, kv)
+            error = await self._try_activate(staged, kv)
             if isinstance(error, SamplerError) and self._client is not None:
                 # The server failed, not the weights: it has begun again with the old ones.
-                error = await self._bring_in(staged, kv)
+                error = await self._try_activate(staged, kv)
             if error is not None:
                 raise WeightUpdateError(
                     f"the update failed; in service is {self.current()}",
@@ -188,38 +188,38 @@ class Replica:
                 ) from error
             self._staged = None
 
-    async def _bring_in(self, staged: Snapshot, kv: KvPolicy) -> EtudeError | None:
+    async def _try_activate(self, staged: Snapshot, kv: KvPolicy) -> EtudeError | None:
         """One attempt; what failed, after which the old version is in service again, if there was one."""
         if self._client is None:
             return WeightUpdateError("vLLM is down", field="vllm", received=str(self._failure))
-        activation = self.history.name(staged.version, kv)
+        activation = self.history.create(staged.version, kv)
         try:
-            if self._held is not staged or self._served is not None:
-                await self._exchange(self._client, staged, activation)
+            if self._loaded is not staged or self._served is not None:
+                await self._swap_weights(self._client, staged, activation)
             else:
                 await self._client.set_weight_version(activation.label)
             await self._verify(self._client, staged, activation)
         except EtudeError as error:
-            self.history.refuse_open()
+            self.history.refuse_pending()
             with contextlib.suppress(EtudeError):  # kept in _failure, for those who ask
-                await self._go_back(f"the update failed: {error}")
+                await self._roll_back(f"the update failed: {error}")
             return error
         self._put_into_service(staged, activation)
         return None
 
-    async def _exchange(self, client: VllmClient, snapshot: Snapshot, activation: Activation) -> None:
+    async def _swap_weights(self, client: VllmClient, snapshot: Snapshot, activation: Activation) -> None:
         """Loads weights between two steps. If it fails, what the server holds is unknown.
 
         The worker is asked once, and steps again as soon as it has loaded.
         """
         self._settled.clear()  # until it is done, or the server is taken down
-        held, self._held = self._held, None
+        held, self._loaded = self._loaded, None
         activation.progress = await self._load(
             client, snapshot, held, recomputing=activation.kv == "recompute"
         )
         # Before any further request is sent: vLLM may name new weights late, and old ones never.
         await client.set_weight_version(activation.label)
-        self.history.note(activation)
+        self.history.record(activation)
         self._settled.set()
 
     async def _load(
@@ -242,7 +242,7 @@ class Replica:
                 field="vllm",
                 received=f"{held.version.digest} in service, {snapshot.version.digest} loaded",
             )
-        self._held = snapshot
+        self._loaded = snapshot
         self.times = UpdateTimes(load_s=float(answer["load_s"]))
         if recomputing:
             await client.reset_prefix_cache()
@@ -280,8 +280,8 @@ class Replica:
         )
 
     def _put_into_service(self, snapshot: Snapshot, activation: Activation) -> None:
-        self.history.note(activation)
-        self._served, self._held = snapshot, snapshot
+        self.history.record(activation)
+        self._served, self._loaded = snapshot, snapshot
         activation.verdict.set_result(True)
         self._serving.set()
 
@@ -301,7 +301,7 @@ class Replica:
         url = await self._server.start(snapshot.directory)
         client = VllmClient(url, self._server.key)
         try:
-            self.abilities = await greet(client, capture_routes=self._capture)
+            self.abilities = await prepare_workers(client, capture_routes=self._capture)
             if not self._server.loads_at_start:
                 await self._load(client, snapshot, recomputing=True)
             if self._failure is not None:
@@ -310,28 +310,28 @@ class Replica:
             await client.close()
             await self._server.stop()
             raise
-        self._client, self._held = client, snapshot
+        self._client, self._loaded = client, snapshot
         self._watcher = asyncio.create_task(self._watch())
 
-    async def _go_back(self, reason: str) -> None:
+    async def _roll_back(self, reason: str) -> None:
         """After a refused update: the server begins again with what was served before."""
-        await self._take_down(reason)
+        await self._shut_down(reason)
         if self._served is not None and self._failure is None:  # else it was closed meanwhile
-            await self._begin_again(self._served, reason)
+            await self._restart(self._served, reason)
 
-    async def _take_down(self, reason: str) -> None:
+    async def _shut_down(self, reason: str) -> None:
         if self._watcher is not None and self._watcher is not asyncio.current_task():
             self._watcher.cancel()
             self._watcher = None
         self._serving.clear()
         self._settled.set()
-        client, self._client, self._held = self._client, None, None
+        client, self._client, self._loaded = self._client, None, None
         if client is not None:
             _LOG.log(logging.INFO if self._failure else logging.WARNING, "vLLM goes down: %s", reason)
             await client.close()
-        self.history.refuse_open()
+        self.history.refuse_pending()
 
-    async def _begin_again(self, snapshot: Snapshot, reason: str) -> None:
+    async def _restart(self, snapshot: Snapshot, reason: str) -> None:
         """Raises what failed last when it failed too often; then nothing will be served."""
         failure: EtudeError = SamplerError("vLLM went down", received=reason)
         for _ in range(self._most_restarts):
@@ -341,13 +341,13 @@ class Replica:
             try:
                 await self._start(snapshot)
                 assert self._client is not None
-                activation = self.history.name(snapshot.version, "recompute")
+                activation = self.history.create(snapshot.version, "recompute")
                 await self._client.set_weight_version(activation.label)
                 await self._verify(self._client, snapshot, activation)
                 self._put_into_service(snapshot, activation)
                 return
             except EtudeError as error:
-                await self._take_down(str(error))
+                await self._shut_down(str(error))
                 failure = error
         self._failure = self._failure or failure
         self._serving.set()  # wakes those who wait, who then find the failure
@@ -355,14 +355,14 @@ class Replica:
 
     async def _watch(self) -> None:
         try:
-            await self._begin_again_when_gone()
+            await self._restart_when_ended()
         except Exception as error:  # whatever it is: nobody may wait for ever
             failure = SamplerError("vLLM cannot be watched over", received=repr(error))
             self._failure = self._failure or failure
-            await self._take_down(str(failure))
+            await self._shut_down(str(failure))
             self._serving.set()  # wakes those who wait, who then find the failure
 
-    async def _begin_again_when_gone(self) -> None:
+    async def _restart_when_ended(self) -> None:
         """Begins again when the server has gone by itself."""
         client = self._client
         reason = await self._server.wait_for_end()
@@ -373,7 +373,7 @@ class Replica:
         async with self._lock:
             if self._client is None or self._client is not client:
                 return
-            await self._take_down(reason)
+            await self._shut_down(reason)
             if self._served is not None:
                 with contextlib.suppress(EtudeError):  # kept in _failure, for those who ask
-                    await self._begin_again(self._served, reason)
+                    await self._restart(self._served, reason)

@@ -15,7 +15,7 @@ from xxhash import xxh3_64_intdigest, xxh3_128_hexdigest
 
 from etude.errors import PrefixMissError, SamplerError
 from etude.inference.requests import check_length, check_tokens, not_open
-from etude.inference.vllm.activations import Activation, History, check_account
+from etude.inference.vllm.activations import Activation, History, check_spans
 from etude.inference.vllm.answers import Finish, Part, Routes, Tokens
 from etude.kit.tasks import unless
 from etude.records import SampleChunk, SampleRequest, SamplingParams
@@ -42,17 +42,17 @@ class Session:
         """Adds what was sent or sampled."""
         self.tokens = np.concatenate([self.tokens, tokens])
 
-    def settle(self) -> str:
+    def complete(self) -> str:
         """The request is answered: names all tokens for the next one."""
         self.request_id = None
         self.digest = xxh3_128_hexdigest(np.ascontiguousarray(self.tokens, dtype="<i4").tobytes())
         return self.digest
 
-    def lose(self) -> None:
+    def reset(self) -> None:
         """The request failed, or nobody read its answer: the caller must begin anew."""
         self.request_id, self.digest = None, None
 
-    def begin(self, request: SampleRequest, vocab_size: int, max_tokens: int) -> None:
+    def begin_request(self, request: SampleRequest, vocab_size: int, max_tokens: int) -> None:
         """Takes a request's tokens in. Raises SamplerError or PrefixMissError, and then changes nothing."""
         if self.request_id is not None:
             raise not_open(request.session_id)
@@ -134,7 +134,7 @@ class Running:
         end = self.num_sampled + count
         spans = self.history.spans(self.name, self.num_prompt, self.began, end)
         if part.spans:
-            check_account(spans, part.spans)
+            check_spans(spans, part.spans)
         chunks: list[SampleChunk] = []
         for span in spans:
             start = max(span.start, self.num_sampled)
@@ -146,7 +146,7 @@ class Running:
         self.num_sampled = end
         return chunks
 
-    def note(self, part: Part) -> bool:
+    def record(self, part: Part) -> bool:
         """Takes in what a part says beside tokens; returns whether there is more in it."""
         self.routes = part.routes or self.routes
         if part.cached_tokens is not None:
@@ -180,7 +180,7 @@ class Running:
             routes=experts,
             routes_start=start,
             finish=finish,
-            prefix_digest=session.settle(),
+            prefix_digest=session.complete(),
         )
         return pending
 

@@ -130,7 +130,7 @@ class VllmSampler:
         self._check_version(version, is_minimum=False)
         place = len(self.replica.history)
         part = await self.replica.score(client, tokens, name)
-        await self.replica.settled(client)
+        await self.replica.wait_until_settled(client)
         if len(self.replica.history) != place:
             raise SamplerError("version was replaced meanwhile", field="version", received=str(version))
         routes = await self._take_routes(client, name) or part.routes
@@ -154,7 +154,7 @@ class VllmSampler:
             self._check_version(request.version, is_minimum=request.version_is_minimum)
         if (session := self._sessions.get(request.session_id)) is None:
             raise not_open(request.session_id)
-        session.begin(request, abilities.vocab_size, abilities.max_tokens)
+        session.begin_request(request, abilities.vocab_size, abilities.max_tokens)
         history = self.replica.history
         running = Running(request, session, history, len(history), num_prompt=len(session.tokens))
         self._add(running)
@@ -167,7 +167,7 @@ class VllmSampler:
         finally:
             self._remove(running)
             if not is_answered:
-                session.lose()
+                session.reset()
 
     # ---- one request ----------------------------------------------------------------------------
 
@@ -179,7 +179,7 @@ class VllmSampler:
     def _remove(self, running: Running) -> None:
         self._running.pop(running.request.id, None)
         self.replica.requests.discard(running.name)
-        running.history.forget(running.name, running.began)
+        running.history.remove_request(running.name, running.began)
         if not self._running:
             self._idle.set()
 
@@ -201,7 +201,7 @@ class VllmSampler:
             async with asyncio.timeout_at(until) as waiting:
                 self._waiting[request.id] = waiting
                 client = await self.replica.client()
-                await self.replica.settled(client)
+                await self.replica.wait_until_settled(client)
         except TimeoutError:
             if request.id not in self._waiting:
                 return None
@@ -231,7 +231,7 @@ class VllmSampler:
                 async for part in parts:
                     for chunk in pending:
                         yield chunk
-                    await self.replica.settled(client)
+                    await self.replica.wait_until_settled(client)
                     pending = await running.chunks(part)
                     finish = part.finish or finish
             if finish is None:
@@ -251,13 +251,13 @@ class VllmSampler:
         count = running.request.params.top_logprobs
         if not running.request.streaming:
             part = read_part(await running.unless_stuck(client.generate(body)), count)
-            running.note(part)
+            running.record(part)
             yield part
             return
         async with contextlib.aclosing(client.generate_events(body)) as events:
             while (event := await running.unless_stuck(anext(events, None))) is not None:
                 part = read_part(event, count)
-                if running.note(part):
+                if running.record(part):
                     yield part
 
     async def _abort(self, running: Running) -> None:

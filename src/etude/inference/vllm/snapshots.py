@@ -97,10 +97,10 @@ class SnapshotDirectory:
                 received=str(self._root),
                 fix="free some space, or name another directory",
             ) from error
-        self._forget_old(final)
+        self._remove_old(final)
         return manifest
 
-    def _forget_old(self, newest: Path) -> None:
+    def _remove_old(self, newest: Path) -> None:
         found = [path for path in self._root.iterdir() if not path.name.startswith(".")]
         found.sort(key=lambda path: (path == newest, path.stat().st_mtime_ns))
         for path in found[: -self._keep]:
