@@ -1,4 +1,4 @@
-"""vLLM behind our own protocols: the engine for large models on GPUs (`engine.backend = "vllm"`)."""
+"""vLLM as a Sampler and WeightSink: the engine for large models on GPUs (`engine.backend = "vllm"`)."""
 
 from etude.inference.vllm.opening import check_vllm as check_vllm
 from etude.inference.vllm.opening import make_vllm_sampler as make_vllm_sampler

@@ -1,4 +1,4 @@
-"""Which weights vLLM had when: activations in their order, and what follows for the tokens of a request."""
+"""The history of weight activations in vLLM, and the policy versions that follow for a request's tokens."""
 
 from __future__ import annotations
 
@@ -13,20 +13,19 @@ from etude.records import PolicyVersion
 
 @dataclass(slots=True, eq=False)
 class Activation:
-    """One time that a version was brought in."""
+    """One activation of a version."""
 
     label: str
     version: PolicyVersion
     kv: KvPolicy
     verdict: asyncio.Future[bool]
-    """True: the probe agreed. False: nothing of this label may be used."""
+    """True: the probe agreed. False: tokens with this label must not be used."""
     progress: dict[str, int] = field(default_factory=dict[str, int])
-    """Positions of each request that were computed with the weights before, as the worker counted them when
-    it exchanged the weights."""
+    """Positions of each request computed before this activation, as the worker counted them at the swap."""
 
 
 class History:
-    """Activations in their order. Tokens of one are handed out only once its verdict is True."""
+    """Activations in order. Tokens of one are delivered only once its verdict is True."""
 
     def __init__(self) -> None:
         self._named: dict[str, Activation] = {}
@@ -37,29 +36,29 @@ class History:
 
     @property
     def last(self) -> Activation:
-        """The newest one that took place."""
+        """The newest recorded activation."""
         return self._order[-1]
 
     def create(self, version: PolicyVersion, kv: KvPolicy) -> Activation:
-        """A new activation, which has not taken place yet."""
+        """Creates an activation with a unique label; `record` adds it once it has taken place."""
         label = f"{version}:{version.digest[:16]}#{len(self._named)}"
         activation = Activation(label, version, kv, asyncio.get_running_loop().create_future())
         self._named[label] = activation
         return activation
 
     def record(self, activation: Activation) -> None:
-        """It took place."""
+        """Records that an activation has taken place. Idempotent."""
         if activation not in self._order:
             self._order.append(activation)
 
     def refuse_pending(self) -> None:
-        """Whatever has no verdict yet is refused: its server is gone."""
+        """Sets the verdict of all unverified activations to False, because their server has ended."""
         for activation in self._named.values():
             if not activation.verdict.done():
                 activation.verdict.set_result(False)
 
     async def verified(self, label: str) -> Activation:
-        """The activation behind a label, once the probe agreed. Raises SamplerError if it did not."""
+        """Waits for the verdict on a label; its activation. Raises SamplerError if the probe disagreed."""
         activation = self._named.get(label)
         if activation is None:
             raise SamplerError("vLLM samples from weights that nobody named", received=label)
@@ -68,14 +67,14 @@ class History:
         return activation
 
     def label_at(self, place: int) -> str:
-        """The label in force after so many activations; empty before the first."""
+        """The label of the activation at index `place`; empty before the first."""
         return self._order[place].label if self._order else ""
 
     def spans(self, request: str, num_prompt: int, began: int, num_sampled: int) -> list[Span]:
-        """Where the sampled tokens of a request came from.
+        """The spans of a request's sampled tokens by label.
 
-        `began`: activations that had taken place when it was sent. The token after position p is sampled
-        when p is computed, so one that had c positions computed had sampled c - num_prompt + 1 tokens.
+        `began`: number of activations when it was sent. The token after position p is sampled when p is
+        computed, so a request with c computed positions has sampled c - num_prompt + 1 tokens.
         """
         label, start, spans = self._order[began - 1].label, 0, list[Span]()
         for activation in self._order[began:]:
@@ -86,13 +85,13 @@ class History:
         return [*spans, Span(label, start, num_sampled)]
 
     def remove_request(self, request: str, began: int) -> None:
-        """The request has ended. `began`: as in `spans`."""
+        """Removes a request that has ended. `began`: as in `spans`."""
         for activation in self._order[began:]:
             activation.progress.pop(request, None)
 
     def oldest(self, since: int, activation: Activation) -> PolicyVersion:
-        """The oldest version whose keys a token of `activation` saw, in a session that began at place
-        `since`: the one then in force, or the last after which all keys were computed again."""
+        """The oldest version whose keys a token of `activation` attended to, in a session that began at index
+        `since`: the version of that time, or of the last activation that recomputed all keys."""
         until = self._order.index(activation)
         for place in range(until, since, -1):
             if self._order[place].kv == "recompute":
@@ -101,9 +100,9 @@ class History:
 
 
 def check_spans(ours: list[Span], theirs: tuple[Span, ...]) -> None:
-    """Compares with vLLM's own account of a request, which changes labels with or after the weights.
+    """Compares our spans with those that vLLM reports, whose labels change with or after the weights.
 
-    Raises SamplerError where vLLM names a label earlier than the weights came, or one that they never had.
+    Raises SamplerError if vLLM reports a label before its activation, or an unknown one.
     """
     starts = {span.label: span.start for span in ours}
     for span in theirs:

@@ -1,4 +1,4 @@
-"""What vLLM's `/inference/v1/generate` and the worker extension answer, as arrays.
+"""Parses the answers of vLLM's `/inference/v1/generate` and of the worker extension into arrays.
 
 The whole answer and each event of a stream have the same choices; a stream carries version spans with its
 last choice and the cached tokens in its usage.
@@ -23,7 +23,7 @@ Finish = Literal["stop", "length", "abort"]
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Sampled tokens `start` to `end` (not included) came from the weights that vLLM calls `label`."""
+    """Sampled tokens `start` to `end` (exclusive) are of the weights with label `label`."""
 
     label: str
     start: int
@@ -44,7 +44,7 @@ class Tokens:
     """[n, k]; -inf where fewer are possible."""
 
     def __getitem__(self, part: slice) -> Tokens:
-        """Some of them."""
+        """A slice of the tokens."""
         top = (self.top_tokens, self.top_logprobs)
         cut = [None if values is None else values[part] for values in top]
         return Tokens(self.tokens[part], self.logprobs[part], cast(Any, cut[0]), cast(Any, cut[1]))
@@ -52,14 +52,14 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Part:
-    """An answer, or a part of it."""
+    """An answer, or one event of a streamed answer."""
 
     sampled: Tokens
     finish: Finish | None = None
     spans: tuple[Span, ...] = ()
-    """Of the whole answer, where they are known."""
+    """Version spans of the whole answer, if reported."""
     cached_tokens: int | None = None
-    """Tokens of the prompt whose keys were not computed again, where it is known."""
+    """Prompt tokens found in the prefix cache, if reported."""
     prompt_logprobs: NDArray[np.float32] | None = None
     """[T] of each prompt token given those before it; [0] is 0."""
     routes: Routes | None = None
@@ -67,7 +67,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Routes:
-    """Experts of consecutive positions."""
+    """Chosen experts of consecutive positions."""
 
     start: int
     """Position of the first row."""
@@ -76,9 +76,9 @@ class Routes:
 
 
 def read_part(document: object, top_logprobs: int) -> Part:
-    """One answer or event. `top_logprobs`: how many alternatives were asked for.
+    """Parses one answer or event. `top_logprobs`: number of requested alternatives.
 
-    Raises SamplerError if it is not what vLLM sends, or if vLLM gave the request up.
+    Raises SamplerError if it is malformed, or if vLLM reports an unknown finish reason.
     """
     try:
         return _read(cast(Mapping[str, Any], document), top_logprobs)
@@ -92,7 +92,7 @@ def read_part(document: object, top_logprobs: int) -> Part:
 
 
 def read_routes(document: Mapping[str, Any]) -> Routes:
-    """What the worker extension's `etude_take_routes` says of one request. Raises SamplerError."""
+    """Parses one request's routes from the worker extension's `etude_take_routes`. Raises SamplerError."""
     try:
         shape, dtype = tuple(int(size) for size in document["shape"]), np.dtype(document["dtype"])
         if dtype not in (np.uint8, np.uint16) or len(shape) != 3:
@@ -126,7 +126,7 @@ def _read(document: Mapping[str, Any], top_logprobs: int) -> Part:
 
 
 def _entries(choice: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    """One entry for each token, checked against the tokens themselves."""
+    """One log-probability entry per token, checked against the token ids."""
     tokens = choice.get("token_ids") or []
     entries = (choice.get("logprobs") or {}).get("content") or []
     if [entry["token_id"] for entry in entries] != list(tokens):
@@ -144,7 +144,7 @@ def _tokens(entries: Sequence[Mapping[str, Any]], k: int) -> Tokens:
     top_tokens = np.full((len(entries), k), -1, dtype=np.int32)
     top_logprobs = np.full((len(entries), k), -np.inf, dtype=np.float32)
     for row, entry in enumerate(entries):
-        # The sampled token comes first, wherever it ranks; impossible ones have a floor instead of -inf.
+        # The sampled token comes first, whatever its rank; impossible ones have a floor instead of -inf.
         likeliest = sorted(entry["top_logprobs"], key=lambda found: found["rank"])
         possible = [found for found in likeliest if found["rank"] <= k and found["logprob"] > _FLOOR]
         for column, found in enumerate(possible[:k]):
@@ -162,7 +162,7 @@ def _prompt_logprobs(rows: Sequence[Mapping[str, Any] | None]) -> NDArray[np.flo
 
 
 def _inline_routes(text: str | None) -> Routes | None:
-    """What `--enable-return-routed-experts` sends: an `.npy` file in base64, from the first position on."""
+    """Routes of `--enable-return-routed-experts`: an `.npy` file in base64, from the first position on."""
     if not text:
         return None
     array = np.load(io.BytesIO(base64.b64decode(text)), allow_pickle=False)

@@ -1,6 +1,6 @@
-"""vLLM's HTTP interface, as far as it is used here.
+"""Client for the part of vLLM's HTTP API that is used here.
 
-Beside OpenAI's paths these are `--enable-scale-out` (token ids in and out) and, with
+In addition to OpenAI's paths these are `--enable-scale-out` (token ids in and out) and, with
 `VLLM_SERVER_DEV_MODE=1`, pausing, weight versions and `/collective_rpc`.
 """
 
@@ -23,15 +23,15 @@ from etude.inference.vllm.answers import Part, read_part
 from etude.serving.client import Answer, Client, NoAnswerError, Request, read_events
 
 ADAPTERS = "etude-adapter"
-"""The name of the adapters of a server that has some."""
+"""Name under which a server serves its adapters, if it has any."""
 _CONTROL_S = 60.0
-"""For anything but sampling and loading weights."""
+"""Timeout for everything but sampling and loading weights."""
 _CONNECT_S = 10.0
 
 
 class VllmClient:
-    """One server. Errors of the connection and of the server are SamplerErrors; one that names a field is of
-    the request, and another server would answer the same."""
+    """Client of one server. Errors of the connection and of the server are SamplerErrors; one that names a
+    field is about the request, and another server would answer the same."""
 
     def __init__(self, url: str, key: str = "") -> None:
         """`url`: without a path. `key`: the server's `--api-key`, if it has one."""
@@ -45,7 +45,7 @@ class VllmClient:
         await self._http.close()
 
     async def is_healthy(self) -> bool:
-        """Whether it answers, and its engine lives."""
+        """Whether the server answers and its engine is alive."""
         try:
             await self._http.request("GET", "/health", within_s=_CONNECT_S)
         except EtudeError:
@@ -54,11 +54,11 @@ class VllmClient:
 
     async def generate(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """Samples, and answers when the message is complete."""
-        # It has no limit of its own: requests carry deadlines, and end when the server does.
+        # No timeout here: requests have deadlines, and end with the server.
         return await self._post("/inference/v1/generate", body, within_s=math.inf)
 
     async def generate_events(self, body: Mapping[str, Any]) -> AsyncGenerator[dict[str, Any]]:
-        """Samples, and yields what comes after each step. Leaving the generator aborts the request."""
+        """Samples, and yields an event after each step. Closing the generator aborts the request."""
         self._check_open()
         streaming = {**body, "stream": True, "stream_options": {"include_usage": True}}
         path = "/inference/v1/generate"
@@ -75,31 +75,31 @@ class VllmClient:
 
     async def abort(self, request_id: str) -> None:
         """Ends a request; its answer has what was sampled. Unknown ids are ignored."""
-        with contextlib.suppress(SamplerError):  # a server that is gone has aborted everything
+        with contextlib.suppress(SamplerError):  # a server that has ended has aborted everything
             await self._post("/inference/v1/abort_requests", {"request_ids": [request_id]})
 
     async def pause(self) -> None:
-        """Stops between two steps; requests keep their keys and values and wait."""
+        """Pauses between two steps; requests wait, and keep their keys and values."""
         await self._post("/pause", {}, params={"mode": "keep", "clear_cache": "false"})
 
     async def resume(self) -> None:
-        """Goes on after `pause`."""
+        """Resumes after `pause`."""
         await self._post("/resume", {})
 
     async def reset_prefix_cache(self) -> None:
-        """Forgets all keys and values; running requests compute theirs again. Raises SamplerError."""
+        """Drops all keys and values; running requests compute theirs again. Raises SamplerError."""
         answer = await self._post("/reset_prefix_cache", {}, params={"reset_running_requests": "true"})
         if not answer.get("success"):
             raise SamplerError("vLLM did not forget its keys and values", received=answer)
 
     async def set_weight_version(self, label: str) -> None:
-        """Names the weights in the answers from now on."""
+        """Sets the label of the weights that answers report from now on."""
         await self._post("/update_weight_version", {"new_version": label})
 
     async def call_workers(self, method: str, *arguments: str, timeout_s: float = _CONTROL_S) -> Any:
-        """Calls a method of the worker extension; returns what the first worker said.
+        """Calls a method of the worker extension; returns the first worker's result, or the first `error`.
 
-        Raises SamplerError if it cannot be called; a worker that says `error` is the caller's business.
+        Raises SamplerError if it cannot be called; `error` results are left to the caller.
         """
         body = {"method": method, "args": list(arguments), "timeout": timeout_s}
         answer = await self._post("/collective_rpc", body, within_s=timeout_s + _CONNECT_S)
@@ -145,19 +145,19 @@ def _silent(error: NoAnswerError) -> SamplerError:
 
 @dataclass(frozen=True, slots=True)
 class Abilities:
-    """What the worker extension says of its vLLM."""
+    """What a server can do, as its worker extension reports."""
 
     dtype: str
     max_tokens: int
     vocab_size: int
     captures: bool
-    """Whether routes are to be had from `etude_take_routes`."""
+    """Whether `etude_take_routes` returns routes."""
     adapters: str | None
-    """What requests name as their model where it serves adapters; else they name none."""
+    """The `model` of requests if it serves adapters, else None."""
 
 
 async def prepare_workers(client: VllmClient, *, capture_routes: bool) -> Abilities:
-    """Prepares a server's workers. Raises SamplerError if they lack our extension."""
+    """Prepares a server's workers; returns its abilities. Raises SamplerError if they lack our extension."""
     answer = await client.call_workers("etude_prepare", "yes" if capture_routes else "no")
     if not isinstance(answer, dict) or "dtype" not in answer:
         raise SamplerError(
@@ -178,8 +178,8 @@ async def prepare_workers(client: VllmClient, *, capture_routes: bool) -> Abilit
 async def score_tokens(
     client: VllmClient, tokens: NDArray[np.int32], name: str, adapters: str | None, timeout_s: float
 ) -> Part:
-    """vLLM's own log-probabilities of `tokens` [T], none of which it takes from its cache; the request is
-    called `name`, if that is not empty. `adapters`: see Abilities. Raises SamplerError."""
+    """vLLM's own log-probabilities of `tokens` [T], computed without its prefix cache. `name`: id of the
+    request, random if empty. `adapters`: see Abilities. Raises SamplerError."""
     body = {
         "model": adapters,
         "request_id": name or f"etude-{uuid4().hex}",

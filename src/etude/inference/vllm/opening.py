@@ -1,4 +1,4 @@
-"""vLLM as a run's configuration asks for it."""
+"""Creates the vLLM sampler that a run's configuration describes."""
 
 from __future__ import annotations
 
@@ -30,14 +30,13 @@ def make_vllm_sampler(
     fetched: FetchedSnapshots | None = None,
     is_supervised: bool = False,
 ) -> VllmSampler:
-    """A sampler that starts nothing before its first `stage`; use it as an async context manager.
+    """A sampler that starts its server at the first `stage`; use it as an async context manager.
 
-    `routed`: whether the model is a mixture of experts, whose routes are to be recorded; None where that is
-    not known, and a CPU's vLLM then looks. `dtype`: in which vLLM computes. `max_tokens`: of a session, 0: as
-    many as the model can; a server that is started keeps room for no more. `fetched`: brings weights here
-    that are published elsewhere; else manifests name directories that this machine sees. `is_supervised`:
-    somebody else starts all of it again, so that a server that is gone is not, and the end waits for nothing.
-    Raises ConfigError.
+    `routed`: whether the model is a mixture of experts, whose routes are recorded; None if unknown (vLLM on a
+    CPU then finds out). `dtype`: in which vLLM computes. `max_tokens`: longest session of a started server;
+    0: the model's limit. `fetched`: fetches published weights to this machine; else manifests must name local
+    directories. `is_supervised`: a supervisor restarts the whole sampler, so a server that has ended is not
+    restarted here, and closing does not wait. Raises ConfigError.
     """
     check_vllm(config)
     has_routes = config.record_routes and routed is not False
@@ -62,8 +61,8 @@ def make_vllm_sampler(
 
 
 def check_vllm(config: VllmConfig, *, is_here: bool = True) -> None:
-    """Raises ConfigError unless it says where vLLM is, and it is there. `is_here`: whether a server would be
-    started on this machine."""
+    """Raises ConfigError unless the configuration names an existing vLLM. `is_here`: whether a server would
+    be started on this machine."""
     if not config.python and not config.url:
         raise ConfigError(
             "vLLM is asked for, and neither where to start it nor where it runs is said",

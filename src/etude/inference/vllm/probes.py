@@ -1,5 +1,5 @@
-"""Whether the weights in use are those that were meant: log-probabilities of a fixed sequence, compared with
-a freshly loaded model's."""
+"""Probes verify the weights in use: log-probabilities of a fixed sequence, compared with those of a freshly
+loaded model."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from etude.model.transformers_model import TransformersModel
 PROBE_TOKENS = 128
 _MEAN_TOLERANCE = {"float32": 1e-3, "bfloat16": 5e-2, "float16": 1e-2}
 _LARGEST_FACTOR = 20.0
-"""How much further from the reference than the mean's tolerance a single token may be."""
+"""Tolerance of a single token, as a multiple of that of the mean."""
 _SEED = 20
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Probe:
-    """A fixed sequence, and what a model says of it."""
+    """A fixed sequence, and a model's log-probabilities of it."""
 
     tokens: NDArray[np.int32]
     """[P]"""
@@ -34,25 +34,25 @@ class Probe:
 
     @staticmethod
     def of(model: AnyModel) -> Probe:
-        """The probe of a model: what a trainer scores when it publishes."""
+        """The probe of a model, scored by the trainer when it publishes."""
         limit = model.max_positions if isinstance(model, TransformersModel) else model.config.max_positions
         tokens = probe_tokens(model.vocab_size, min(PROBE_TOKENS, limit - 1))
         return Probe(tokens, score_sequences(cast(LanguageModel, model), [tokens])[0])
 
     @staticmethod
     def from_lists(tokens: Sequence[int], logprobs: Sequence[float]) -> Probe:
-        """From JSON. Raises ValueError."""
+        """Parses JSON values. Raises ValueError."""
         if len(tokens) != len(logprobs) or len(tokens) < 2:
             raise ValueError("a probe has as many log-probabilities as tokens, and two at least")
         return Probe(np.array(tokens, dtype=np.int32), np.array(logprobs, dtype=np.float32))
 
     def to_lists(self) -> dict[str, Any]:
-        """For JSON."""
+        """The probe as JSON values."""
         return {"tokens": self.tokens.tolist(), "logprobs": self.logprobs.tolist()}
 
 
 def probe_tokens(vocab_size: int, length: int) -> NDArray[np.int32]:
-    """The sequence of every model with so many tokens: drawn evenly, so that most experts see some."""
+    """The probe sequence for a vocabulary size: uniformly random, so that most experts get some tokens."""
     return np.random.default_rng(_SEED).integers(0, vocab_size, length).astype(np.int32)
 
 
@@ -90,7 +90,7 @@ def check_probe(
 
 
 def _moved(expected: Probe, previous: Probe | None) -> float:
-    """How far apart the two versions themselves are."""
+    """Mean distance between the probes of the two versions."""
     if previous is None:
         return 0.0
     return float(np.abs(expected.logprobs[1:] - previous.logprobs[1:]).mean())

@@ -1,4 +1,4 @@
-"""The trainer's weights as snapshots that vLLM reads, written by the trainer or where they arrive."""
+"""Publishes weights as snapshots that vLLM loads, written by the trainer or by the receiving machine."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ from etude.model.peft import are_plain, save_peft
 from etude.records import ADAPTER_PREFIX, PolicyVersion, WeightManifest
 
 _PREFIX = "etude-vllm-weights-"
-"""Of temporary directories, each of one process."""
+"""Prefix of temporary directories, one per process."""
 
 
 class ModelSnapshots:
     """Implements WeightPublisher over a SnapshotDirectory, for one architecture.
 
-    Adapters stay beside their base where vLLM serves them so; else they are summed with it in float32 and
-    rounded once. Each snapshot carries a probe that the published tensors themselves were scored with, so
-    nobody has to load them again to know what they should compute.
+    Adapters are published separately from their base where vLLM can serve them so; else they are merged into
+    it in float32 and rounded once. Each snapshot carries a probe scored with the published tensors
+    themselves, so that a server can be checked without loading them again.
     """
 
     def __init__(
         self, directory: SnapshotDirectory, model: AnyModel, adapter: AdapterConfig | None = None
     ) -> None:
-        """`model`: of which tensors will be published, in its number formats; its weights are not kept, nor
-        changed. `adapter`: of the adapters that will be published and are not to be summed with it."""
+        """`model`: gives the architecture and number formats of what is published; its weights are neither
+        kept nor changed. `adapter`: configuration of adapters that may be published separately."""
         self._directory, self._adapter = directory, adapter
         self._adapters: Adapters | None = None
-        # A copy in which every parameter is a fresh object on the same memory: what is published is put in
-        # its place, and parameters that are one in two places stay one.
+        # A copy in which every parameter is a new object on the same memory: published tensors replace
+        # their data, and tied parameters stay tied.
         known: dict[int, object] = {id(buffer): buffer for buffer in model.buffers()}
         known |= {id(own): nn.Parameter(own.detach(), requires_grad=False) for own in model.parameters()}
         self._shell = copy.deepcopy(model, known)
@@ -62,11 +62,11 @@ class ModelSnapshots:
                 received=sorted(places.keys() ^ names)[:4],
                 fix="publish the model that the run began with",
             )
-        is_beside = self._is_beside(pairs)
+        is_separate = self._is_separate(pairs)
         for name, place in places.items():
-            whole, is_summed = tensors[name].detach(), name in pairs and not is_beside
+            whole, is_summed = tensors[name].detach(), name in pairs and not is_separate
             place.data = (sum_of(whole, pairs[name]) if is_summed else whole).to(place.dtype)
-        adapters = self._apply(pairs) if is_beside else None
+        adapters = self._apply(pairs) if is_separate else None
 
         def write(directory: Path) -> None:
             save_any_model(shell, directory)
@@ -77,9 +77,9 @@ class ModelSnapshots:
         with torch.no_grad():
             return self._directory.publish(version, write, Probe.of(shell))
 
-    def _is_beside(self, pairs: Mapping[str, Pair]) -> bool:
-        """Whether vLLM gets these factors beside their base: of models without experts, in linear modules of
-        its architectures that take adapters and have been tried."""
+    def _is_separate(self, pairs: Mapping[str, Pair]) -> bool:
+        """Whether vLLM gets these factors as adapters: only for models without experts, in linear modules
+        that support adapters in vLLM and have been tested."""
         if not pairs or self._adapter is None or self._adapter.rank > ADAPTER_RANKS[-1]:
             return False
         shell, factors = self._shell, ((name, left, right) for name, (left, right) in pairs.items())
@@ -90,7 +90,7 @@ class ModelSnapshots:
         """The shell's adapters, with these factors."""
         if self._adapters is None:
             assert self._adapter is not None
-            # What is published is scaled already.
+            # Published factors are scaled already.
             config = self._adapter.model_copy(update={"alpha": float(self._adapter.rank)})
             self._adapters = Adapters(self._shell, config)
         for name, left, right in self._adapters.factors():
@@ -102,20 +102,20 @@ class ModelSnapshots:
 
 
 class FetchedSnapshots:
-    """What a weight store holds, as snapshots on this machine. They have the store's versions."""
+    """Versions of a weight store, written as snapshots on this machine."""
 
     def __init__(
         self,
         fetch: Callable[[WeightManifest], Mapping[str, Tensor]],
         make: Callable[[Path], ModelSnapshots],
     ) -> None:
-        """`fetch`: the checked tensors of a manifest. `make`: who writes them below a directory."""
+        """`fetch`: returns a manifest's checked tensors. `make`: creates their writer for a directory."""
         self._fetch, self._make = fetch, make
         self._snapshots: ModelSnapshots | None = None
         self._stack = contextlib.ExitStack()
 
     def open(self, manifest: WeightManifest) -> Snapshot:
-        """Fetches, writes and reads again: one call at a time. Raises WeightUpdateError, StoreError."""
+        """Fetches, writes and opens a version: one call at a time. Raises WeightUpdateError, StoreError."""
         if self._snapshots is None:
             root = Path(tempfile.gettempdir())
             sweep(root, _PREFIX)
@@ -125,5 +125,5 @@ class FetchedSnapshots:
         return replace(snapshot, manifest=replace(written, version=manifest.version))
 
     def close(self) -> None:
-        """Removes all of them."""
+        """Removes all snapshots."""
         self._stack.close()

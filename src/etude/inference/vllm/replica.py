@@ -1,11 +1,11 @@
-"""One vLLM server and the weights in it.
+"""One vLLM server: weight updates with verification, and restarts.
 
     stage ─> activate:  worker loads between two steps ─> progress ─> label ─> probe ─> in service
-                          └───────────────────────── refused ────────────┴─> back to the old snapshot
-    server gone ─> start again from the snapshot that was served ─> probe ─> in service
+                          └───────────────────────── refused ────────────┴─> roll back to the old snapshot
+    server ended ─> restart with the snapshot that was served ─> probe ─> in service
 
-Each activation has a label, which vLLM puts on the tokens that it samples. Tokens of a label are handed out
-only when the probe has shown that its weights are right. While the server is away nothing is served.
+Each activation has a label, which vLLM puts on the tokens that it samples. Tokens of a label are delivered
+only once the probe has verified its weights. While the server is down nothing is served.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class UpdateTimes:
-    """Where one update's time went."""
+    """Times of one weight update, in seconds."""
 
     pause_s: float = 0.0
-    """Between the last step with the old weights and the first with the new; 0 where none was running."""
+    """From the last step with the old weights to the first with the new ones; 0 without running requests."""
     load_s: float = 0.0
-    """Of that, while vLLM loaded."""
+    """Part of `pause_s` in which vLLM loaded the weights."""
     step_s: float = 0.0
-    """From one step to the next before that, on median."""
+    """Median time of a step before the update."""
     probe_s: float = 0.0
-    """Until the probe agreed; meanwhile vLLM samples, and what it samples is held back."""
+    """Duration of the probe; meanwhile vLLM samples, but its tokens are held back."""
 
 
 class Replica:
-    """See the module. One of stage, activate and restart runs at a time."""
+    """See the module docstring. Only one of stage, activate and restart runs at a time."""
 
     def __init__(
         self,
@@ -63,9 +63,9 @@ class Replica:
         most_restarts: int = MOST_RESTARTS,
         fetched: FetchedSnapshots | None = None,
     ) -> None:
-        """`most_restarts`: in a row, of a server that is gone or took wrong weights; 0 where somebody else
-        starts all of it again. `fetched`: brings weights here that are published elsewhere, and is closed at
-        the end; else manifests name directories that this machine sees."""
+        """`most_restarts`: consecutive restarts of a server that has ended or refused weights; 0 if a
+        supervisor restarts the whole replica. `fetched`: fetches published weights to this machine, and is
+        closed at the end; else manifests must name local directories."""
         self._server = server
         self._capture = capture_routes
         self._tolerance = tolerance
@@ -76,7 +76,7 @@ class Replica:
         self._client: VllmClient | None = None
         self._staged: Snapshot | None = None
         self._loaded: Snapshot | None = None
-        """What the running server has, verified or not."""
+        """The snapshot in the running server, verified or not; None if unknown."""
         self._served: Snapshot | None = None
         self._watcher: asyncio.Task[None] | None = None
         self._serving = asyncio.Event()
@@ -84,31 +84,31 @@ class Replica:
         self._settled.set()
         self._failure: EtudeError | None = None
         self.requests: set[str] = set()
-        """Names of the requests in flight: how far they are when weights change is asked for."""
+        """Ids of the requests in flight, whose progress is queried at each weight swap."""
         self.history = History()
-        """Which weights there were when."""
+        """The activations so far."""
         self.abilities: Abilities | None = None
         self.times = UpdateTimes()
-        """Of the last update."""
+        """Times of the last update."""
         self.restarts = 0
 
     # ---- weights --------------------------------------------------------------------------------
 
     def current(self) -> PolicyVersion | None:
-        """The version in service; None while there is none."""
+        """The version in service, or None."""
         is_up = self._client is not None and self._serving.is_set()
         return self._served.version if is_up and self._served is not None else None
 
     @property
     def failure(self) -> EtudeError | None:
-        """Why nothing will be served any more."""
+        """The error that has permanently stopped the replica, if any."""
         return self._failure
 
     async def stage(self, manifest: WeightManifest) -> None:
-        """See WeightSink.stage: checks every byte, and starts the server if need be.
-        Cancelled, it goes on to its end: half an update would be worse than a late one.
+        """See WeightSink.stage: checks every byte, and starts the server if needed. If cancelled, it still
+        runs to its end: half an update would be worse than a late one.
 
-        Raises ResourceError where it does not start.
+        Raises ResourceError if the server does not start.
         """
         await to_the_end(self._stage(manifest))
 
@@ -117,7 +117,7 @@ class Replica:
         await to_the_end(self._activate(version, kv))
 
     async def close(self) -> None:
-        """Ends everything."""
+        """Stops the server and everything that belongs to it."""
         self._failure = self._failure or SamplerError("vLLM was stopped")
         watcher = self._watcher
         if watcher is not None:
@@ -127,7 +127,7 @@ class Replica:
         try:
             await self._shut_down("vLLM was stopped")
             await self._server.stop()
-            self._serving.set()  # wakes those who wait, who then find the failure
+            self._serving.set()  # wakes waiting callers, who then find the failure
         finally:
             if self._fetched is not None:
                 self._fetched.close()
@@ -135,7 +135,7 @@ class Replica:
     # ---- for requests ---------------------------------------------------------------------------
 
     async def client(self) -> VllmClient:
-        """The server, once something is served. Raises SamplerError if nothing will be."""
+        """The client, once a version is served. Raises SamplerError if none will be."""
         while self._client is None or not self._serving.is_set():
             if self._failure is not None:
                 raise SamplerError("vLLM is down", received=str(self._failure)) from self._failure
@@ -145,10 +145,10 @@ class Replica:
         return self._client
 
     async def wait_until_settled(self, client: VllmClient) -> None:
-        """Waits while weights are exchanged: how far requests were is known afterwards.
+        """Waits for the end of a weight swap, after which the progress of requests at the swap is known.
 
-        Raises SamplerError if the server behind `client` has meanwhile been taken down: what it sampled last
-        may have come from a mixture of weights.
+        Raises SamplerError if the server of `client` has been shut down meanwhile: its last tokens may have
+        been sampled from a mixture of weights.
         """
         await self._settled.wait()
         if self._client is not client:
@@ -159,7 +159,7 @@ class Replica:
         assert self.abilities is not None
         return await score_tokens(client, tokens, name, self.abilities.adapters, self._load_timeout_s)
 
-    # ---- inside ---------------------------------------------------------------------------------
+    # ---- updates --------------------------------------------------------------------------------
 
     async def _stage(self, manifest: WeightManifest) -> None:
         async with self._lock:
@@ -177,7 +177,7 @@ class Replica:
             staged = check_staged(version, self._staged)
             error = await self._try_activate(staged, kv)
             if isinstance(error, SamplerError) and self._client is not None:
-                # The server failed, not the weights: it has begun again with the old ones.
+                # The server failed, not the weights: it has restarted with the old ones.
                 error = await self._try_activate(staged, kv)
             if error is not None:
                 raise WeightUpdateError(
@@ -189,7 +189,7 @@ class Replica:
             self._staged = None
 
     async def _try_activate(self, staged: Snapshot, kv: KvPolicy) -> EtudeError | None:
-        """One attempt; what failed, after which the old version is in service again, if there was one."""
+        """One attempt to activate; returns the error, if any, after rolling back to the old version."""
         if self._client is None:
             return WeightUpdateError("vLLM is down", field="vllm", received=str(self._failure))
         activation = self.history.create(staged.version, kv)
@@ -201,23 +201,23 @@ class Replica:
             await self._verify(self._client, staged, activation)
         except EtudeError as error:
             self.history.refuse_pending()
-            with contextlib.suppress(EtudeError):  # kept in _failure, for those who ask
+            with contextlib.suppress(EtudeError):  # kept in _failure
                 await self._roll_back(f"the update failed: {error}")
             return error
         self._put_into_service(staged, activation)
         return None
 
     async def _swap_weights(self, client: VllmClient, snapshot: Snapshot, activation: Activation) -> None:
-        """Loads weights between two steps. If it fails, what the server holds is unknown.
+        """Swaps weights between two steps. On failure the server's weights are unknown.
 
-        The worker is asked once, and steps again as soon as it has loaded.
+        It is one call of the worker, which continues stepping as soon as the weights are loaded.
         """
-        self._settled.clear()  # until it is done, or the server is taken down
+        self._settled.clear()  # until it is done, or the server is shut down
         held, self._loaded = self._loaded, None
         activation.progress = await self._load(
             client, snapshot, held, recomputing=activation.kv == "recompute"
         )
-        # Before any further request is sent: vLLM may name new weights late, and old ones never.
+        # Before any further request is sent: vLLM may report new labels late, but never old ones.
         await client.set_weight_version(activation.label)
         self.history.record(activation)
         self._settled.set()
@@ -225,10 +225,10 @@ class Replica:
     async def _load(
         self, client: VllmClient, snapshot: Snapshot, held: Snapshot | None = None, *, recomputing: bool
     ) -> dict[str, int]:
-        """Returns how far each request was. `held`: what the server has, if that is known: weights of another
-        digest must change its parameters, however little. `recomputing`: running requests must compute their
-        keys again, and vLLM is paused meanwhile: no step may come between the two. Raises WeightUpdateError
-        and SamplerError."""
+        """Loads a snapshot; returns the progress of each request. `held`: the snapshot in the server, if
+        known: loading another digest must change its parameters. `recomputing`: running requests must
+        recompute their keys, and vLLM is paused meanwhile, since no step may run in between. Raises
+        WeightUpdateError and SamplerError."""
         directory, timeout_s = str(snapshot.directory), self._load_timeout_s
         if recomputing:
             await client.pause()
@@ -251,13 +251,13 @@ class Replica:
         return {name: count for name, count in progress.items() if name in self.requests}
 
     def _must_change(self, held: Snapshot, snapshot: Snapshot) -> bool:
-        """Whether two snapshots differ in the number format in which vLLM holds them."""
+        """Whether two snapshots must also differ after conversion to vLLM's number format."""
         formats = {entry.dtype for entry in snapshot.manifest.tensors}
         is_exact = self.abilities is not None and formats == {self.abilities.dtype}
         return is_exact and held.version.digest != snapshot.version.digest
 
     async def _verify(self, client: VllmClient, snapshot: Snapshot, activation: Activation) -> None:
-        """Raises WeightUpdateError unless vLLM computes what a freshly loaded model does."""
+        """Scores the probe. Raises WeightUpdateError unless vLLM agrees with a freshly loaded model."""
         assert self.abilities is not None
         began = time.perf_counter()
         part = await self.score(client, snapshot.probe.tokens)
@@ -285,10 +285,10 @@ class Replica:
         activation.verdict.set_result(True)
         self._serving.set()
 
-    # ---- the server's life ----------------------------------------------------------------------
+    # ---- starting and stopping ------------------------------------------------------------------
 
     async def _start_first(self, snapshot: Snapshot) -> None:
-        """A server that never came up is for its user to repair. Raises ResourceError."""
+        """The first start, whose failure the user must fix. Raises ResourceError."""
         try:
             await self._start(snapshot)
         except SamplerError as error:
@@ -297,7 +297,7 @@ class Replica:
             ) from error
 
     async def _start(self, snapshot: Snapshot) -> None:
-        """Starts the server with a snapshot's weights; nothing is served yet. Raises SamplerError."""
+        """Starts the server with a snapshot's weights, without serving it yet. Raises SamplerError."""
         url = await self._server.start(snapshot.directory)
         client = VllmClient(url, self._server.key)
         try:
@@ -314,7 +314,7 @@ class Replica:
         self._watcher = asyncio.create_task(self._watch())
 
     async def _roll_back(self, reason: str) -> None:
-        """After a refused update: the server begins again with what was served before."""
+        """After a refused update: restarts the server with the version served before."""
         await self._shut_down(reason)
         if self._served is not None and self._failure is None:  # else it was closed meanwhile
             await self._restart(self._served, reason)
@@ -332,7 +332,7 @@ class Replica:
         self.history.refuse_pending()
 
     async def _restart(self, snapshot: Snapshot, reason: str) -> None:
-        """Raises what failed last when it failed too often; then nothing will be served."""
+        """Restarts the server. After too many failures raises the last one; the replica is then stopped."""
         failure: EtudeError = SamplerError("vLLM went down", received=reason)
         for _ in range(self._most_restarts):
             if self._failure is not None:  # it was closed meanwhile
@@ -350,24 +350,24 @@ class Replica:
                 await self._shut_down(str(error))
                 failure = error
         self._failure = self._failure or failure
-        self._serving.set()  # wakes those who wait, who then find the failure
+        self._serving.set()  # wakes waiting callers, who then find the failure
         raise failure
 
     async def _watch(self) -> None:
         try:
             await self._restart_when_ended()
-        except Exception as error:  # whatever it is: nobody may wait for ever
+        except Exception as error:  # any exception: callers must not wait forever
             failure = SamplerError("vLLM cannot be watched over", received=repr(error))
             self._failure = self._failure or failure
             await self._shut_down(str(failure))
-            self._serving.set()  # wakes those who wait, who then find the failure
+            self._serving.set()  # wakes waiting callers, who then find the failure
 
     async def _restart_when_ended(self) -> None:
-        """Begins again when the server has gone by itself."""
+        """Restarts the server after it has ended by itself."""
         client = self._client
         reason = await self._server.wait_for_end()
         if client is not None:
-            # Callers that wait for an answer wait no longer: an update, for one, which has the lock.
+            # Fails calls in progress at once, such as those of an update that holds the lock.
             self._serving.clear()
             await client.close()
         async with self._lock:
@@ -375,5 +375,5 @@ class Replica:
                 return
             await self._shut_down(reason)
             if self._served is not None:
-                with contextlib.suppress(EtudeError):  # kept in _failure, for those who ask
+                with contextlib.suppress(EtudeError):  # kept in _failure
                     await self._restart(self._served, reason)

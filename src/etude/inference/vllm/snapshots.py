@@ -1,7 +1,7 @@
-"""Weights that reach vLLM: directories in Hugging Face's format, with a probe.
+"""Snapshots: weights for vLLM as directories in Hugging Face's format, with a probe.
 
-The probe is a fixed sequence and the log-probabilities that the publisher's own model gives it. A server that
-loads the weights computes them again: neither a success status nor a version number proves what is in use.
+The probe is a fixed sequence with the log-probabilities of the publisher's own model. A server that loads the
+weights computes them again: neither a success status nor a version number proves which weights are in use.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from etude.records import PolicyVersion, WeightManifest
 from etude.weights import check_tensors, describe_tensors
 
 ADAPTER = "adapter"
-"""The directory in a snapshot with the adapters on its weights, if any, as the peft library writes them."""
+"""Subdirectory of a snapshot with adapters, if any, in the format of the peft library."""
 _RECORD = "etude.json"
 _SCHEME = "file://"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Snapshot:
-    """A checked directory."""
+    """A checked snapshot directory."""
 
     directory: Path
     manifest: WeightManifest
@@ -42,22 +42,22 @@ class Snapshot:
 
     @property
     def version(self) -> PolicyVersion:
-        """Whose weights these are."""
+        """The policy version of the weights."""
         return self.manifest.version
 
 
 class SnapshotDirectory:
-    """Keeps the last few published versions under one directory.
+    """Publishes versions as directories below a root, and keeps the last few.
 
-    A version's directory appears under its name only when it is whole.
+    A version's directory appears under its name only when it is complete.
     """
 
     def __init__(
         self, root: Path, keep: int = 4, beside: Sequence[Path] = (), field: str = "snapshots"
     ) -> None:
-        """`keep`: versions that stay; at least 3, since one is served, one staged and one to go back to.
-        `beside`: files that are copied into each, such as tokenizer.json. `field`: what errors name as the
-        setting that chose `root`."""
+        """`keep`: versions to keep; at least 3: one in service, one staged and one to roll back to. `beside`:
+        files that are copied into each, such as tokenizer.json. `field`: the setting of `root`, for
+        errors."""
         self._root = root.resolve()
         self._keep = max(keep, 3)
         self._beside = tuple(beside)
@@ -66,10 +66,10 @@ class SnapshotDirectory:
     def publish(
         self, version: PolicyVersion, write: Callable[[Path], None], probe: Probe | None = None
     ) -> WeightManifest:
-        """Writes a version with `write(directory)` and names it; its version carries the weights' digest. The
-        same weights published again are left as they lie, if they are whole: somebody may be reading them.
+        """Writes a version with `write(directory)`; the returned manifest's version has the weights' digest.
+        An intact directory of the same weights is not replaced, since it may be in use.
 
-        Raises StoreError if it cannot be written; nothing half-written is left.
+        Raises StoreError if it cannot be written; no partial directory is left.
         """
         try:
             self._root.mkdir(parents=True, exist_ok=True)
@@ -90,7 +90,7 @@ class SnapshotDirectory:
                     record = {"probe": None if probe is None else probe.to_lists()}
                     (draft / _RECORD).write_text(json.dumps(record) + "\n", encoding="utf-8")
                     publish_directory(draft, final, keep=lambda: False, sync=False)
-        except (OSError, SafetensorError) as error:  # safetensors tells of a full disk in words of its own
+        except (OSError, SafetensorError) as error:  # safetensors reports a full disk as its own error
             raise StoreError(
                 f"a snapshot cannot be written: {error}",
                 field=self._field,
@@ -108,9 +108,9 @@ class SnapshotDirectory:
 
 
 def open_snapshot(manifest: WeightManifest) -> Snapshot:
-    """The directory that a manifest names, every byte of it checked. Reads all of it: call it in a thread.
+    """Opens the directory that a manifest names, and checks every byte. Reads all of it: call it in a thread.
 
-    Raises WeightUpdateError if it is not there, or is not what the manifest says, or is not finite.
+    Raises WeightUpdateError if it is missing, differs from the manifest, or has values that are not finite.
     """
     if not manifest.url.startswith(_SCHEME) or manifest.base is not None:
         raise WeightUpdateError(
@@ -138,7 +138,7 @@ def open_snapshot(manifest: WeightManifest) -> Snapshot:
 
 
 def _is_whole(manifest: WeightManifest, directory: Path) -> bool:
-    """Whether a published directory is there, and has outlived whatever stopped the machine since."""
+    """Whether a published directory exists and is intact, for example after a crash."""
     try:
         check_tensors(manifest, read_tensors(directory))
         json.loads((directory / _RECORD).read_text(encoding="utf-8"))
@@ -148,8 +148,8 @@ def _is_whole(manifest: WeightManifest, directory: Path) -> bool:
 
 
 def check_same_shapes(served: WeightManifest, staged: WeightManifest) -> None:
-    """Raises WeightUpdateError unless both have the same tensors, and adapters the same base: vLLM would keep
-    the old ones in silence."""
+    """Raises WeightUpdateError unless both have the same tensors, and adapters the same base: otherwise vLLM
+    would silently keep old ones."""
     has_adapter = any(entry.name.startswith(PEFT_PREFIX) for entry in staged.tensors)
 
     def described(manifest: WeightManifest) -> dict[str, Any]:
@@ -172,7 +172,7 @@ def check_same_shapes(served: WeightManifest, staged: WeightManifest) -> None:
 
 
 def read_tensors(directory: Path) -> dict[str, Tensor]:
-    """All tensors of a directory's safetensors files, and of its adapters. Raises CheckpointError."""
+    """Reads all tensors of a directory's safetensors files and of its adapters. Raises CheckpointError."""
     tensors: dict[str, Tensor] = {}
     paths = [*sorted(directory.glob("*.safetensors")), *sorted(directory.glob(f"{ADAPTER}/*.safetensors"))]
     if not paths:

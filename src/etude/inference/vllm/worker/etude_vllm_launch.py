@@ -1,7 +1,7 @@
-"""Starts vLLM's OpenAI server so that none of its processes outlives the one that started it.
+"""Starts vLLM's OpenAI server so that none of its processes outlives its parent.
 
-Run by vLLM's own interpreter, with the server's arguments. Standard input is a pipe from the starter: when it
-closes, because the starter ended it or died, every process of this session is killed.
+Run by vLLM's own interpreter, with the server's arguments. Standard input is a pipe from the parent: when it
+closes, because the parent closed it or died, every process of this session is killed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def _end_with_the_starter() -> None:
 
 
 def main() -> None:
-    """Becomes the server."""
+    """Runs the server in this process."""
     if os.getpgrp() != os.getpid():
         os.setpgid(0, 0)
     threading.Thread(target=_end_with_the_starter, daemon=True).start()

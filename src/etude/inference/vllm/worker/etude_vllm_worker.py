@@ -1,17 +1,17 @@
-"""What Étude adds to vLLM's workers: `--worker-extension-cls etude_vllm_worker.EtudeWorker`.
+"""Étude's extension of vLLM's workers: `--worker-extension-cls etude_vllm_worker.EtudeWorker`.
 
-This file runs inside vLLM's own environment, so it imports vLLM, torch and the standard library, and nothing
-of Étude. Its methods are called by `/collective_rpc`; arguments are strings, results are dictionaries.
+This file runs inside vLLM's own environment, so it imports vLLM, torch and the standard library, but not
+Étude. Its methods are called by `/collective_rpc`; arguments are strings, results are dictionaries.
 
-- `etude_load` puts a checkpoint directory's weights into the running model. It is one call to the engine,
-  which makes it between two steps, so vLLM need not be paused around it. On a CPU vLLM's own reload
+- `etude_load` loads a checkpoint directory's weights into the running model. It is one call to the engine,
+  which executes it between two steps, so vLLM need not be paused around it. On a CPU vLLM's own reload
   reports success and computes nonsense, for two reasons, corrected here: expert weights are packed for
   their kernel only when the model is made, and copied unpacked afterwards; and an output head that is tied to
-  the embedding keeps the packed copy of the old one. It also says how far each request is: this tells which
-  tokens came from the weights before.
-- On a CPU a seeded request whose prompt is computed in parts, or again, kills the engine: vLLM wants to wind
-  a generator back, and a CPU's has no offset. `_wind_generators_back` does it otherwise.
-- `etude_take_routes` hands out the experts of every computed position, through the routers' capture hook.
+  the embedding keeps the packed copy of the old one. It also reports the progress of each request, which
+  determines which tokens came from the old weights.
+- On a CPU a seeded request whose prompt is computed in chunks, or recomputed, kills the engine: vLLM tries to
+  rewind a generator, and a CPU's has no offset. `_wind_generators_back` rewinds it by its state.
+- `etude_take_routes` returns the experts of every computed position, through the routers' capture hook.
   (`--enable-return-routed-experts` does it on GPUs, and needs Triton.)
 """
 
@@ -33,11 +33,11 @@ import torch
 
 _REQUEST = re.compile(r"etude-[0-9a-f]{32}")
 _MAX_REQUESTS = 8192
-"""Requests of which something is kept; beyond, the oldest are forgotten."""
+"""Most requests with kept state; beyond that the oldest are dropped."""
 _INTERVALS = 64
-"""Steps of which the time is kept."""
+"""Number of step times to keep."""
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""By the bytes of a number."""
+"""Integer type by size in bytes."""
 
 if getattr(torch.cpu, "_is_amx_tile_supported", bool)():
     # Without it the first small bfloat16 product of the expert kernel dies with SIGILL.
@@ -49,13 +49,13 @@ class EtudeWorker:
 
     model_runner: Any
     _etude_digest: str = ""
-    """Of the parameters after the last `etude_load`."""
+    """Digest of the parameters after the last `etude_load`."""
     _etude_watch: _Watch | None = None
     _etude_routes: _Routes | None = None
 
     def etude_prepare(self, capture: str) -> dict[str, Any]:
-        """Corrects what needs it and begins to watch steps; `capture` "yes": to record routes, too. Once is
-        enough, and more do no harm. Returns what this worker can do."""
+        """Applies the corrections and begins to observe steps; with `capture` "yes" also records routes.
+        Idempotent. Returns the abilities of this worker."""
         model = self.model_runner.get_model()
         layers = _expert_layers(model)
         if self._etude_watch is None:
@@ -78,11 +78,10 @@ class EtudeWorker:
         }
 
     def etude_load(self, directory: str, *requests: str) -> dict[str, Any]:
-        """Puts the weights of a Hugging Face directory into the model, in place; of one with adapters these
-        alone, since their base stays. `error` says what failed;
-        the weights are then a mixture, and nothing may be served from them. `progress`: positions that have
-        been computed of each of `requests` that has begun. `changed`: whether any parameter is another than
-        before. `load_s`: how long it took."""
+        """Loads the weights of a Hugging Face directory into the model, in place; if it has adapters, only
+        these, since their base stays. `error`: what failed; the weights are then a mixture and must not be
+        served. `progress`: computed positions of each of `requests` that has begun. `changed`: whether any
+        parameter has changed. `load_s`: duration."""
         began = time.perf_counter()
         try:
             model = self.model_runner.get_model()
@@ -107,7 +106,7 @@ class EtudeWorker:
         }
 
     def _exchange_adapters(self, directory: str) -> None:
-        """In the slot of those that the server was started with: requests go on with them."""
+        """Loads adapters into the slot of the server's first ones: requests continue with them."""
         from vllm.lora.request import LoRARequest
 
         number = min(self.model_runner.list_loras(), default=1)
@@ -115,22 +114,22 @@ class EtudeWorker:
         self.model_runner.add_lora(LoRARequest("etude-adapter", number, str(path), load_inplace=True))
 
     def etude_gap(self) -> dict[str, Any]:
-        """`gap_s`: between the last step before the last `etude_load` and the first after it, None if there
-        was none; `step_s`: from one step's begin to the next's before it, on median."""
+        """`gap_s`: time between the last step before the last `etude_load` and the first after it, or None;
+        `step_s`: median time between the starts of steps before it."""
         watch = self._etude_watch
         return {"gap_s": None, "step_s": None} if watch is None else watch.gap()
 
     def etude_take_routes(self, *requests: str) -> dict[str, Any]:
-        """Routes of finished requests, which are then forgotten: `{request: {start, shape, dtype, data}}`,
-        `data` in base64, [positions, layers, top_k]. A request whose routes are not known is left out."""
+        """Returns and removes the routes of finished requests: `{request: {start, shape, dtype, data}}`,
+        `data` in base64, [positions, layers, top_k]. Requests without known routes are left out."""
         routes = self._etude_routes
         found = {} if routes is None else {name: routes.take(name) for name in requests}
         return {name: document for name, document in found.items() if document is not None}
 
 
 def _digest(model: torch.nn.Module) -> str:
-    """Of all parameters as they lie in memory, packed or not, and of adapters: of the sums of their bits over
-    rows and over columns, which are computed where the parameters are."""
+    """Digest of all parameters as stored in memory, packed or not, and of adapters: a hash of the sums of
+    their bits over rows and columns, which are computed on the parameters' device."""
     digest = hashlib.blake2b(digest_size=16)
     stacks = (getattr(module, f"lora_{side}_stacked", ()) for module in model.modules() for side in "ab")
     for parameter in itertools.chain(model.parameters(), *stacks):
@@ -143,14 +142,14 @@ def _digest(model: torch.nn.Module) -> str:
 
 
 def _expert_layers(model: Any) -> list[Any]:
-    """The routed feed-forward layers, from the first to the last."""
+    """The routed feed-forward layers, in order."""
     from vllm.model_executor.layers.fused_moe.layer import MoERunner
 
     return [module for module in model.modules() if isinstance(module, MoERunner)]
 
 
 def _prepare_experts_again(layer: Any) -> None:
-    """Lets every reload prepare the experts' weights as the first load did, before vLLM copies them into the
+    """Makes every reload prepare the experts' weights as the first load did, before vLLM copies them into the
     storage that the kernel reads."""
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
     from vllm.platforms import current_platform
@@ -170,7 +169,7 @@ def _prepare_experts_again(layer: Any) -> None:
 
 
 def _pack_heads_again(model: Any) -> None:
-    """Lets embeddings and heads make their packed copies anew: a tied head was not loaded itself."""
+    """Makes embeddings and heads update their packed copies: a tied head is not reloaded itself."""
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
     from vllm.platforms import current_platform
 
@@ -181,7 +180,7 @@ def _pack_heads_again(model: Any) -> None:
 
 
 def _wind_generators_back(runner: Any) -> None:
-    """What is drawn for a row whose token is thrown away costs its generator nothing."""
+    """Patches the runner so that sampling a token that is discarded does not advance the row's generator."""
     sample, keep_books = runner.sample_tokens, runner._bookkeeping_sync
 
     def thrown_away() -> dict[int, torch.Generator]:
@@ -209,11 +208,11 @@ def _wind_generators_back(runner: Any) -> None:
 
 
 class _Watch:
-    """Stands around the runner's `execute_model` and keeps what each step computed."""
+    """Wraps the runner's `execute_model` and records what each step computed."""
 
     def __init__(self, runner: Any) -> None:
         self.progress: OrderedDict[str, int] = OrderedDict()
-        """Finished requests are kept for a while: the reader of their stream may be behind."""
+        """Computed positions by request; finished ones are kept a while, as their readers may lag."""
         self.routes: _Routes | None = None
         self._began = self._ended = self._exchanged_after = 0.0
         self._intervals: deque[float] = deque(maxlen=_INTERVALS)
@@ -224,7 +223,7 @@ class _Watch:
         runner.execute_model, runner.sample_tokens = self._execute_and_note, self._sample_and_note
 
     def note_exchange(self) -> None:
-        """The weights are others from now on."""
+        """Records a weight swap."""
         self._step_s = statistics.median(self._intervals) if self._intervals else None
         self._is_exchanged, self._exchanged_after, self._gap_s = True, self._ended, None
         self._began = 0.0
@@ -255,7 +254,7 @@ class _Watch:
             starts = _starts(scheduled)
             for request, start in starts.items():
                 name, end = _name(request), start + scheduled.num_scheduled_tokens.get(request, 0)
-                # After a preemption positions are computed again, and no sampled token is taken back.
+                # After a preemption positions are recomputed, but no sampled token is withdrawn.
                 self.progress[name] = max(end, self.progress.get(name, 0))
                 self.progress.move_to_end(name)
             while len(self.progress) > _MAX_REQUESTS:
@@ -266,7 +265,7 @@ class _Watch:
 
 
 class _Routes:
-    """Experts of every position that was computed, request by request."""
+    """Recorded experts of every computed position, by request."""
 
     def __init__(self, runner: Any, layers: list[Any]) -> None:
         self._runner = runner
@@ -292,7 +291,7 @@ class _Routes:
         return {"start": first, "shape": list(whole.shape), "dtype": dtype, "data": data}
 
     def note(self, scheduled: Any, starts: dict[str, int]) -> None:
-        """Rows of a step lie request after request, in the order of the runner's batch."""
+        """Records a step, whose rows are grouped by request, in the order of the runner's batch."""
         total = scheduled.total_num_scheduled_tokens
         rows = torch.stack([chosen[:total] for chosen in self._chosen if chosen is not None], dim=1)
         rows = rows.to(device="cpu", dtype=self._dtype)
@@ -311,7 +310,7 @@ class _Routes:
 
 
 def _starts(scheduled: Any) -> dict[str, int]:
-    """First position that the step computes, of each request in it."""
+    """First position that the step computes, by request."""
     cached = scheduled.scheduled_cached_reqs
     starts = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
     starts.update((new.req_id, new.num_computed_tokens) for new in scheduled.scheduled_new_reqs)
@@ -319,6 +318,6 @@ def _starts(scheduled: Any) -> dict[str, int]:
 
 
 def _name(request: str) -> str:
-    """The starter's own name of a request: vLLM puts more around it."""
+    """Étude's id of a request, which vLLM extends."""
     found = _REQUEST.search(request)
     return request if found is None else found.group()
