@@ -11,7 +11,7 @@ from etude.config import WeightsConfig
 from etude.errors import StoreError
 from etude.weights import StoreWeights, Subscriber, WeightStore, check_store
 from etude.weights.client import RelayFolder
-from etude.weights.folders import DirectoryFolder, Folder, MissingError, TakenError, UnavailableError
+from etude.weights.folders import DirectoryFolder, ExistsError, Folder, MissingError, UnavailableError
 from etude.weights.patience import PatientFolder
 from etude.weights.relay import Relay
 from etude.weights.server import RelayServer
@@ -114,7 +114,7 @@ def test_what_is_not_there_or_taken_is_told_at_once(away: AwayFolder) -> None:
     with pytest.raises(MissingError):
         folder.read("a")
     folder.create("a", b"theirs")
-    with pytest.raises(TakenError):
+    with pytest.raises(ExistsError):
         folder.create("a", b"ours")
     assert waits == []
 

@@ -16,7 +16,13 @@ from etude.errors import StoreError, WeightUpdateError
 from etude.serving.process import ServerThread
 from etude.weights import StoreWeights, Subscriber, WeightStore
 from etude.weights.client import RelayFolder
-from etude.weights.folders import DirectoryFolder, MissingError, TakenError, UnavailableError, open_folder
+from etude.weights.folders import (
+    DirectoryFolder,
+    ExistsError,
+    MissingError,
+    UnavailableError,
+    open_folder,
+)
 from etude.weights.relay import Relay
 from etude.weights.server import RelayServer
 from etude.weights.writer import StoreWriter
@@ -46,7 +52,7 @@ def s3() -> Iterator[dict[str, object]]:
 def test_s3_creates_a_name_once(s3: dict[str, object]) -> None:
     folder = open_folder("s3://weights/folder", **s3)
     folder.create("a/b", b"1")
-    with pytest.raises(TakenError):
+    with pytest.raises(ExistsError):
         folder.create("a/b", b"2")
     folder.write("a/c", b"3")
     assert folder.list("a") == ["a/b", "a/c"]
@@ -140,7 +146,7 @@ def test_a_relay_that_is_gone_is_named_and_one_that_comes_back_serves(tmp_path: 
     assert subscriber is not None
     with pytest.raises((StoreError, WeightUpdateError), match="does not answer"):
         subscriber.fetch(later)
-    assert_is(1, subscriber._held.whole)
+    assert_is(1, subscriber._current.whole)
 
 
 @pytest.mark.parametrize("page", ["<html>welcome</html>", '{"detail": "welcome"}'])

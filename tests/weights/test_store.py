@@ -15,9 +15,9 @@ from etude.errors import StoreError, WeightUpdateError
 from etude.weights.commits import Commit, commit_name
 from etude.weights.folders import (
     DirectoryFolder,
+    ExistsError,
     FsspecFolder,
     MissingError,
-    TakenError,
     UnavailableError,
     open_folder,
 )
@@ -48,7 +48,7 @@ def _write(writer: StoreWriter, step: int, base: int | None = None) -> Commit:
     except StoreError:
         writer.discard(publication)
         raise
-    writer.tidy(commit)
+    writer.clean_up(commit)
     return commit
 
 
@@ -65,7 +65,7 @@ def test_folders_hold_what_was_written(kind: str, tmp_path: Path) -> None:
     folder.write("x/b", b"1")
     folder.write("x/b", b"2")
     folder.create("x/y/a", b"3")
-    with pytest.raises(TakenError):
+    with pytest.raises(ExistsError):
         folder.create("x/y/a", b"4")
     assert folder.list("x") == ["x/b", "x/y/a"]
     assert folder.read("x/y/a") == b"3"
@@ -81,7 +81,7 @@ def test_of_many_who_create_one_succeeds(tmp_path: Path) -> None:
     def create(index: int) -> None:
         try:
             folder.create("name", str(index).encode())
-        except TakenError:
+        except ExistsError:
             return
         winners.append(index)
 

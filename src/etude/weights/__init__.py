@@ -1,4 +1,4 @@
-"""Named, hashed sets of weights and how they travel from the trainer to the engines."""
+"""Named, hashed versions of the weights, and their transport from the trainer to the engines."""
 
 from etude.weights.delta import apply_update as apply_update
 from etude.weights.delta import encode_update as encode_update

@@ -1,4 +1,4 @@
-"""A relay's folder, as its replicas see it."""
+"""Client of a relay: a Folder over HTTP."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from etude.weights.folders import MissingError, UnavailableError
 
 _TIMEOUT_S = 60.0
 _BACKOFF = Backoff(base_s=0.4, attempts=3)
-"""Where no answer came: a relay may be starting anew."""
+"""Retries without an answer: a relay may be restarting."""
 
 
 class RelayFolder:
-    """See Folder. Reads through a relay; of writing, what readers leave for the writer gets through."""
+    """See Folder. Reads through a relay, which accepts only the notes that readers write for the writer."""
 
     def __init__(self, url: str, timeout_s: float = _TIMEOUT_S, token: str | None = None) -> None:
-        """`timeout_s`: without a byte. `token`: what the relay asks for."""
+        """`timeout_s`: longest time without a byte. `token`: the relay's bearer token."""
         self._client = SyncClient(url, token, within_s=timeout_s, backoff=_BACKOFF, refusal=self._refusal)
         self.url = self._client.url
 
@@ -45,7 +45,7 @@ class RelayFolder:
         self._ask("PUT", f"/files/{quote(name)}", data)
 
     def create(self, name: str, data: bytes) -> None:
-        """Nobody publishes through a relay. Raises StoreError."""
+        """Raises StoreError: versions are not published through a relay."""
         raise StoreError(
             "a relay only reads", field="weights.url", received=self.url, fix="publish to the store itself"
         )

@@ -1,4 +1,4 @@
-"""Commits: the records that make versions of a store exist. A version without one was never published."""
+"""Commits: records that publish versions in a store. A version without a commit does not exist."""
 
 from __future__ import annotations
 
@@ -27,43 +27,43 @@ class StoredFile:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """One published version: how to come to it from its base, or from nothing, or both."""
+    """One published version: a delta from its base, a full snapshot, or both."""
 
     sequence: int
-    """Position in the store; also its name, so that two writers cannot both commit."""
+    """Number in the store; it determines the commit's name, so that two writers cannot both commit."""
     version: PolicyVersion
     base: PolicyVersion | None
-    """What the delta applies to; None where there is no delta."""
+    """The version that the delta applies to; None without a delta."""
     delta: tuple[StoredFile, ...]
     full: tuple[StoredFile, ...]
-    """Empty between two full snapshots."""
+    """Empty for versions without a full snapshot."""
 
     @property
     def files(self) -> tuple[StoredFile, ...]:
-        """All of them."""
+        """All update files."""
         return self.delta + self.full
 
 
 def commit_name(sequence: int) -> str:
-    """Where a commit lies in its store; names sort like sequence numbers."""
+    """Name of a commit in its store; names sort like sequence numbers."""
     return f"{COMMITS}/{sequence:012d}.json"
 
 
 def sequence_of(name: str) -> int | None:
-    """The reverse; None for what is no commit's name."""
+    """The reverse of `commit_name`; None for other names."""
     head, _, number = name.rpartition("/")
     stem = number.removesuffix(".json")
     return int(stem) if head == COMMITS and stem.isdigit() and number.endswith(".json") else None
 
 
 def pack_commit(commit: Commit) -> bytes:
-    """JSON that carries its own hash."""
+    """Encodes a commit as JSON with a checksum."""
     content = json.dumps(asdict(commit), sort_keys=True)
     return json.dumps({"commit": content, "digest": blake3(content.encode()).hexdigest()}).encode()
 
 
 def unpack_commit(data: bytes) -> Commit:
-    """The reverse. Raises WeightUpdateError for damage."""
+    """The reverse of `pack_commit`. Raises WeightUpdateError for damage."""
     try:
         outer = json.loads(data)
         if blake3(outer["commit"].encode()).hexdigest() != outer["digest"]:
@@ -84,7 +84,7 @@ def unpack_commit(data: bytes) -> Commit:
 
 
 def find_chain(commits: Mapping[int, Commit], target: Commit, held: str) -> list[Commit] | None:
-    """Deltas that lead from the version with digest `held` to `target`; None if there is no such chain."""
+    """The chain of deltas from the version with digest `held` to `target`; None if there is none."""
     chain = [target]
     while chain[-1].base is not None:
         if chain[-1].base.digest == held:
@@ -108,7 +108,7 @@ def find_snapshot_chain(commits: Mapping[int, Commit], target: Commit) -> list[C
 
 
 def _base_of(commits: Mapping[int, Commit], commit: Commit) -> Commit | None:
-    """The last version before `commit` with the weights that its delta applies to."""
+    """The last commit before `commit` of the weights that its delta applies to."""
     if commit.base is None:
         return None
     digest = commit.base.digest

@@ -1,4 +1,4 @@
-"""Published tensors in a file instead of memory, read one at a time."""
+"""Tensors in a temporary file instead of memory, read one at a time."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from etude.weights.manifest import bytes_of
 
 
 class DiskTensors(Mapping[str, Tensor]):
-    """Tensors in a file without a name, which goes away with this object or with the process."""
+    """Tensors in an unlinked temporary file, which is freed with this object or the process."""
 
     def __init__(self, directory: Path) -> None:
-        """Raises StoreError where nothing can be written."""
+        """Raises StoreError if `directory` cannot be written."""
         self._directory = directory
         self._places: dict[str, tuple[int, torch.Size, torch.dtype]] = {}
         self._end = 0
@@ -29,7 +29,7 @@ class DiskTensors(Mapping[str, Tensor]):
             raise self._failed("written", error) from error
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Appends a tensor of the host. Raises StoreError."""
+        """Appends a CPU tensor. Raises StoreError."""
         try:
             self._file.write(bytes_of(tensor).data)
             self._file.flush()
@@ -39,12 +39,12 @@ class DiskTensors(Mapping[str, Tensor]):
         self._end += tensor.nbytes
 
     def num_bytes(self, name: str) -> int:
-        """Size of a tensor, which is not read."""
+        """Size of a tensor, without reading it."""
         _, shape, dtype = self._places[name]
         return shape.numel() * dtype.itemsize
 
     def __getitem__(self, name: str) -> Tensor:
-        """The tensor, in memory of its own. Raises StoreError."""
+        """Reads a tensor into new memory. Raises StoreError."""
         start, shape, dtype = self._places[name]
         tensor = torch.empty(shape, dtype=dtype)
         room, done = bytes_of(tensor).data, 0
@@ -76,8 +76,8 @@ class DiskTensors(Mapping[str, Tensor]):
         )
 
 
-class ChosenTensors(Mapping[str, Tensor]):
-    """Some of other tensors, asked for when they are needed."""
+class TensorSubset(Mapping[str, Tensor]):
+    """A view of some entries of another mapping, which is read lazily."""
 
     def __init__(self, tensors: Mapping[str, Tensor], names: Iterable[str]) -> None:
         self._tensors = tensors
@@ -97,7 +97,7 @@ class ChosenTensors(Mapping[str, Tensor]):
 
 
 def num_bytes(tensors: Mapping[str, Tensor], name: str) -> int:
-    """Size of one of them; nothing is read from disk."""
+    """Size of a tensor, without reading it from disk."""
     if isinstance(tensors, DiskTensors):
         return tensors.num_bytes(name)
     return tensors[name].nbytes

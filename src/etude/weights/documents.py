@@ -1,6 +1,6 @@
-"""Versions and manifests as plain JSON values: one form for all that name weights over HTTP.
+"""Versions and manifests as plain JSON values: one format for all HTTP APIs that name weights.
 
-What is read comes from elsewhere: every field is looked at, and the error names the one that is wrong.
+Input is untrusted: every field is checked, and the error names the one that is wrong.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _MANIFEST: Fields = {"version": (dict,), "tensors": _LIST, "url": (str,), "base"
 
 
 def version_document(version: PolicyVersion) -> dict[str, Any]:
-    """A version of the weights."""
+    """A version as JSON values."""
     return asdict(version)
 
 
 def version_of(raw: object, field: str = "version") -> PolicyVersion:
-    """What `version_document` wrote; digest, format and adapter may be left out. Raises WeightUpdateError."""
+    """Parses a version; digest, format and adapter are optional. Raises WeightUpdateError."""
     row = _read(raw, _VERSION, field)
     if row["step"] < 0:
         raise _wrong(f"{field}.step", row["step"], "a whole number from 0 on")
@@ -39,12 +39,12 @@ def version_of(raw: object, field: str = "version") -> PolicyVersion:
 
 
 def manifest_document(manifest: WeightManifest) -> dict[str, Any]:
-    """A manifest whole."""
+    """A manifest as JSON values."""
     return asdict(manifest)
 
 
 def manifest_of(raw: object, field: str = "manifest") -> WeightManifest:
-    """What `manifest_document` wrote; base and cuts may be left out. Raises WeightUpdateError."""
+    """Parses a manifest; base and cuts are optional. Raises WeightUpdateError."""
     row = _read(raw, _MANIFEST, field)
     return WeightManifest(
         version_of(row["version"], f"{field}.version"),
@@ -64,7 +64,7 @@ def _entry_of(raw: object, field: str) -> TensorEntry:
 
 
 def _read(raw: object, fields: Fields, field: str) -> dict[str, Any]:
-    """The fields of an object, those that are null left out."""
+    """The checked fields of an object, without those that are null."""
     if not isinstance(raw, dict):
         raise _wrong(field, raw, "an object")
     try:

@@ -1,6 +1,6 @@
-"""The mark in a weight store that its run is over: for readers that come when nobody answers for the run.
+"""The mark in a weight store that its run has ended, for readers that find the run's server down.
 
-over/run.json     there from the end of a run's reinforcement learning until the next one on this store
+over/run.json     exists from the end of a run's reinforcement learning until the next run on this store
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ _MARK = "over/run.json"
 
 
 def mark_over(folder: Folder, run: str) -> None:
-    """The run of this name is over. Raises StoreError."""
+    """Marks the run of this name as ended. Raises StoreError."""
     folder.write(_MARK, json.dumps({"run": run}).encode())
 
 
 def clear_over(folder: Folder) -> None:
-    """A run begins, or goes on. Raises StoreError."""
+    """Removes the mark, when a run begins or resumes. Raises StoreError."""
     folder.delete(_MARK)
 
 
 def read_over(folder: Folder) -> str | None:
-    """The name of the run that is over; None while one goes on, or none has begun. Raises StoreError."""
+    """The name of the ended run; None while one is running, or none has begun. Raises StoreError."""
     try:
         data = folder.read(_MARK)
     except MissingError:
@@ -37,19 +37,19 @@ def read_over(folder: Folder) -> str | None:
 
 
 _LOOK_S = 2.0
-"""For which a look may hold up who looks."""
+"""Longest time that `is_set` waits for the store."""
 
 
 class EndMark:
-    """The mark that a run leaves in its weight store, which outlives its process. For one event loop."""
+    """Reads the end mark of a run from its weight store, which outlives its process. For one event loop."""
 
     def __init__(self, folder: Folder) -> None:
-        """`folder`: the weight store, as it is read here."""
+        """`folder`: the weight store, for reading."""
         self._folder = folder
         self._looking: asyncio.Task[bool] | None = None
 
     async def is_set(self) -> bool:
-        """Whether the run is over. False where the store does not say so in time: it may be away as well."""
+        """Whether the run has ended. False if the store does not answer in time: it may be down as well."""
         looking = self._looking
         if looking is None:
             looking = self._looking = asyncio.create_task(asyncio.to_thread(self._look))

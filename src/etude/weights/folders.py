@@ -1,6 +1,6 @@
-"""Folders of bytes under a URL: a directory, an object store, a relay. All that a weight store asks of one.
+"""The storage interface of weight stores: named bytes in a directory, an object store or behind a relay.
 
-Names are relative, with `/` between parts. What is written appears whole or not at all.
+Names are relative, with `/` between parts. Writes are atomic.
 """
 
 from __future__ import annotations
@@ -25,62 +25,62 @@ _AT_ONCE = Backoff(base_s=0.0, attempts=10)
 
 
 class MissingError(StoreError):
-    """There is nothing of this name."""
+    """There is no file of this name."""
 
 
 class NotAFileError(MissingError):
-    """The name is a directory's, or lies below a file's."""
+    """The name is that of a directory, or lies below a file."""
 
 
-class TakenError(StoreError):
-    """Somebody else has written this name already."""
+class ExistsError(StoreError):
+    """A file of this name exists already."""
 
 
 class UnavailableError(StoreError):
-    """The store does not answer, or has no room: asking again may help."""
+    """The store does not answer, or is full: a retry may help."""
 
 
 class Folder(Protocol):
-    """Every method may be called from any thread, and raises StoreError for what goes wrong, UnavailableError
-    where asking again may help."""
+    """Storage of named bytes. Every method may be called from any thread; raises StoreError on failure,
+    UnavailableError if a retry may help."""
 
     @property
     def url(self) -> str:
-        """Where it is."""
+        """URL of the folder."""
         ...
 
     def list(self, prefix: str) -> list[str]:
-        """Names below `prefix/`, sorted; empty where there is none."""
+        """Names below `prefix/`, sorted; empty without any."""
         ...
 
     def read(self, name: str) -> bytes:
-        """All bytes. Raises MissingError."""
+        """The bytes of a file. Raises MissingError."""
         ...
 
     def write(self, name: str, data: bytes) -> None:
-        """Replaces what was there."""
+        """Writes or replaces a file."""
         ...
 
     def create(self, name: str, data: bytes) -> None:
-        """Of several callers at once one succeeds; the others get TakenError."""
+        """Creates a file. Of several concurrent callers one succeeds; the others get ExistsError."""
         ...
 
     def delete(self, name: str) -> None:
-        """Idempotent."""
+        """Deletes a file. Idempotent."""
         ...
 
     def sweep(self, prefix: str) -> None:
-        """Removes what killed writers have left below `prefix/` half-written, which no list names."""
+        """Removes partial files of killed writers below `prefix/`, which `list` does not return."""
         ...
 
 
 def open_folder(url: str, relay_token: str | None = None, **options: Any) -> Folder:
-    """The folder at a path, at `http://` (a relay) or at any URL that fsspec knows. `options`: fsspec's.
+    """The folder at a path, at `http://` (a relay) or at any URL that fsspec knows. `options`: for fsspec.
 
-    Raises StoreError for a scheme that needs what is not installed.
+    Raises StoreError for a scheme that is unknown or whose package is not installed.
     """
     if url.startswith(("http://", "https://")):
-        from etude.weights.client import RelayFolder  # httpx is not part of the core's needs
+        from etude.weights.client import RelayFolder  # httpx is not a core dependency
 
         return RelayFolder(url, token=relay_token)
     if "://" not in url or url.startswith("file://"):
@@ -96,7 +96,7 @@ def open_folder(url: str, relay_token: str | None = None, **options: Any) -> Fol
 
 
 class DirectoryFolder:
-    """See Folder. Files are fsynced before they get their names."""
+    """A local directory. Implements Folder; files are fsynced before they are renamed into place."""
 
     def __init__(self, root: Path) -> None:
         self._root = root.absolute()
@@ -116,7 +116,7 @@ class DirectoryFolder:
         self._put(name, lambda path: write_bytes(path, data))
 
     def create(self, name: str, data: bytes) -> None:
-        """See Folder.create. A hard link is made only where there is no such name."""
+        """See Folder.create. Uses a hard link, which fails if the name exists."""
 
         def link(path: Path) -> None:
             temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
@@ -130,7 +130,7 @@ class DirectoryFolder:
         self._put(name, link)
 
     def delete(self, name: str) -> None:
-        """See Folder.delete. Directories that are empty then go too."""
+        """See Folder.delete. Also removes the directory if it is empty then."""
         path = self._root / name
         with _named(str(path)):
             path.unlink(missing_ok=True)
@@ -144,17 +144,17 @@ class DirectoryFolder:
                 self.delete(path.relative_to(self._root).as_posix())
 
     def _put(self, name: str, write: Callable[[Path], None]) -> None:
-        """Writes a file in its directory: once more where others, who found it empty, have removed that."""
+        """Writes a file in its directory; retries if the directory was concurrently removed as empty."""
 
         def put() -> None:
-            path = self._make_room(name)
+            path = self._make_parent(name)
             with _named(str(path)):
                 write(path)
 
         retry(put, MissingError, _AT_ONCE)
 
-    def _make_room(self, name: str) -> Path:
-        """The path of a name, in a directory that is there."""
+    def _make_parent(self, name: str) -> Path:
+        """The path of a name, whose parent directory is created."""
         path = self._root / name
         with _named(str(path)):
             try:
@@ -166,13 +166,13 @@ class DirectoryFolder:
                     received=str(path.parent),
                     fix="name a directory",
                 ) from error
-            except FileNotFoundError as error:  # a file system that lets nobody make any, such as /proc
+            except FileNotFoundError as error:  # a file system without mkdir, such as /proc
                 raise _denied(str(path.parent)) from error
         return path
 
 
 class FsspecFolder:
-    """See Folder. Object stores write a name whole or not at all by themselves."""
+    """An object store through fsspec. Implements Folder; object stores write atomically by themselves."""
 
     def __init__(self, url: str, filesystem: Any, path: str) -> None:
         self.url = url
@@ -207,7 +207,7 @@ class FsspecFolder:
             self._files.rm_file(self._at(name))
 
     def sweep(self, prefix: str) -> None:
-        """See Folder.sweep. Nothing is half-written."""
+        """See Folder.sweep. There are no partial files."""
 
     def _at(self, name: str) -> str:
         return f"{self._path}/{name}"
@@ -215,13 +215,13 @@ class FsspecFolder:
 
 @contextlib.contextmanager
 def _named(place: str) -> Generator[None]:
-    """Says in our own errors what a file system says in its own."""
+    """Translates a file system's exceptions to StoreErrors."""
     try:
         yield
     except FileNotFoundError as error:
         raise MissingError("there is nothing here", field="weights.url", received=place) from error
     except FileExistsError as error:
-        raise TakenError("this is written already", field="weights.url", received=place) from error
+        raise ExistsError("this is written already", field="weights.url", received=place) from error
     except (IsADirectoryError, NotADirectoryError) as error:
         raise NotAFileError("there is no file here", field="weights.url", received=place) from error
     except PermissionError as error:
@@ -230,14 +230,14 @@ def _named(place: str) -> Generator[None]:
         if error.errno in _DENIED:
             raise _denied(place) from error
         if "PreconditionFailed" in str(error) or "pre-conditions" in str(error):
-            raise TakenError("this is written already", field="weights.url", received=place) from error
+            raise ExistsError("this is written already", field="weights.url", received=place) from error
         fix = "free some space, or keep fewer snapshots" if error.errno in FULL else "see whether it answers"
         raise UnavailableError(
             f"the weight store failed: {error}", field="weights.url", received=place, fix=fix
         ) from error
     except EtudeError:
         raise
-    except Exception as error:  # fsspec lets through what the client library of a store raises
+    except Exception as error:  # fsspec does not translate exceptions of a store's client library
         raise UnavailableError(
             f"the weight store failed: {type(error).__name__}: {error}",
             field="weights.url",

@@ -1,6 +1,6 @@
-"""One writer at a time: a lease with a heartbeat, and epochs that shut out a writer who was thought dead.
+"""The writer's lease: one writer at a time, by a heartbeat, and epochs that fence a writer presumed dead.
 
-Nobody compares clocks of two machines: who finds a lease watches by its own clock whether it still beats.
+Clocks of two machines are never compared: a new writer observes by its own clock whether a lease still beats.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ import uuid
 from typing import Self
 
 from etude.errors import StoreError
-from etude.weights.folders import Folder, MissingError, TakenError
+from etude.weights.folders import ExistsError, Folder, MissingError
 
 WRITERS = "writers"
 _LOOKS = 10
-"""At a lease that does not beat, until it is dead."""
+"""Reads of a lease without a heartbeat after which it is dead."""
 
 
 class WriterLease:
-    """Held from construction to `release`. Beats in a thread of its own."""
+    """The lease of a store's writer, held from construction to `release`. A thread sends the heartbeat."""
 
     def __init__(self, folder: Folder, lease_s: float = 10.0) -> None:
-        """`lease_s`: a lease that has not beaten for so long is dead; the same for all writers of a store.
+        """`lease_s`: time without a heartbeat after which a lease is dead; equal for all writers of a store.
 
         Raises StoreError while another writer is alive.
         """
@@ -31,10 +31,10 @@ class WriterLease:
         self._lease_s = lease_s
         self._owner = uuid.uuid4().hex
         self._beats = 0
-        self.epoch = self._take()
+        self.epoch = self._acquire()
         self._ended = threading.Event()
         self._failure: StoreError | None = None
-        self._thread = threading.Thread(target=self._beat, name="weight-writer-lease", daemon=True)
+        self._thread = threading.Thread(target=self._run_heartbeat, name="weight-writer-lease", daemon=True)
         self._thread.start()
 
     def __enter__(self) -> Self:
@@ -51,7 +51,7 @@ class WriterLease:
             raise _refused(self._folder, "another writer has taken this weight store over")
 
     def release(self) -> None:
-        """The next writer need not wait. Idempotent."""
+        """Releases the lease, so that the next writer need not wait. Idempotent."""
         if self._ended.is_set():
             return
         self._ended.set()
@@ -59,13 +59,13 @@ class WriterLease:
         if self._newest() == self.epoch:
             self._folder.write(_name(self.epoch), self._content(released=True))
 
-    def _take(self) -> int:
+    def _acquire(self) -> int:
         newest = self._newest()
         if newest and self._is_alive(newest):
             raise _refused(self._folder, "another writer publishes to this weight store")
         try:
             self._folder.create(_name(newest + 1), self._content())
-        except TakenError as error:
+        except ExistsError as error:
             raise _refused(self._folder, "another writer was quicker") from error
         for old in range(max(1, newest - 1), newest + 1):
             self._folder.delete(_name(old))
@@ -79,7 +79,7 @@ class WriterLease:
         before = self._read(epoch)
         if before is None or _is_released(before):
             return False
-        # Looks are counted, not seconds: who is held up itself, or its machine, has not watched.
+        # Counts reads, not seconds: an observer that is itself suspended does not see heartbeats.
         for _ in range(_LOOKS):
             time.sleep(self._lease_s / _LOOKS)
             now = self._read(epoch)
@@ -93,7 +93,7 @@ class WriterLease:
         except MissingError:
             return None
 
-    def _beat(self) -> None:
+    def _run_heartbeat(self) -> None:
         missed = 0
         while not self._ended.wait(self._lease_s / 5):
             self._beats += 1
@@ -110,8 +110,8 @@ class WriterLease:
 
 
 def _is_released(content: bytes) -> bool:
-    """Whether its holder has let go of a lease. Of one that is not whole nobody knows: its writer may have
-    been killed while it wrote, or writes still."""
+    """Whether a lease is released. Unknown, hence False, for a partial file: its writer may have been killed
+    while writing, or may still be writing."""
     try:
         return bool(json.loads(content)["released"])
     except (ValueError, KeyError, TypeError):

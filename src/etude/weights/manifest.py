@@ -1,4 +1,4 @@
-"""Manifests: what a policy version consists of, tensor by tensor, with a hash of each."""
+"""Manifests: the tensors of a policy version, with a hash of each."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from etude.records import ADAPTER_PREFIX, PolicyVersion, TensorEntry, WeightMani
 
 
 def describe_tensors(version: PolicyVersion, tensors: Mapping[str, Tensor], url: str) -> WeightManifest:
-    """A full snapshot's manifest; the version in it carries the digest of all tensors."""
+    """The manifest of a full snapshot; its version carries the digest of all tensors."""
     entries = tuple(describe_tensor(name, tensor) for name, tensor in sorted(tensors.items()))
     return WeightManifest(replace(version, digest=digest_entries(entries)), entries, url)
 
 
 def check_tensors(manifest: WeightManifest, tensors: Mapping[str, Tensor]) -> None:
-    """Raises WeightUpdateError unless `tensors` are, bit for bit, what the manifest says."""
+    """Raises WeightUpdateError unless `tensors` match the manifest bit for bit."""
     names = {entry.name for entry in manifest.tensors}
     if names != set(tensors):
         differing = sorted(names.symmetric_difference(tensors))
@@ -47,7 +47,7 @@ def check_tensors(manifest: WeightManifest, tensors: Mapping[str, Tensor]) -> No
 
 
 def describe_tensor(name: str, tensor: Tensor, cuts: tuple[int, ...] = ()) -> TensorEntry:
-    """One line of a manifest: what a tensor is called and is, with its hash. `cuts`: see TensorEntry."""
+    """The manifest entry of a tensor: name, shape, type and hash. `cuts`: see TensorEntry."""
     if not cuts or not tensor.ndim or sum(cuts) != len(tensor):
         return TensorEntry(name, tuple(tensor.shape), dtype_name(tensor.dtype), hash_tensor(tensor))
     digest = join_digests(hash_tensor(part) for part in torch.split(tensor, list(cuts)))
@@ -60,7 +60,7 @@ def hash_tensor(tensor: Tensor) -> str:
 
 
 def join_digests(digests: Iterable[str]) -> str:
-    """The digest of a tensor whose parts have these. See TensorEntry."""
+    """The digest of a tensor from those of its parts. See TensorEntry."""
     return xxh3_128("".join(digests).encode()).hexdigest()
 
 
@@ -73,12 +73,12 @@ def digest_entries(entries: Iterable[TensorEntry]) -> str:
 
 
 def digest_base(manifest: WeightManifest) -> str:
-    """The digest of what a version consists of but for its adapter's factors."""
+    """The digest of a version without its adapter's factors."""
     return digest_entries(e for e in manifest.tensors if not e.name.startswith(ADAPTER_PREFIX))
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """As manifests write it: `bfloat16`."""
+    """The name of a type in manifests, such as `bfloat16`."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -88,7 +88,7 @@ def bytes_of(tensor: Tensor) -> NDArray[np.uint8]:
 
 
 class Versioned(Protocol):
-    """A manifest, or what was made of one."""
+    """Anything with a policy version, such as a manifest."""
 
     @property
     def version(self) -> PolicyVersion: ...
@@ -98,7 +98,7 @@ Staged = TypeVar("Staged", bound=Versioned)
 
 
 def check_staged(version: PolicyVersion, staged: Staged | None) -> Staged:
-    """What is staged. Raises WeightUpdateError where it is not of `version`."""
+    """Returns `staged`. Raises WeightUpdateError unless it is of `version`."""
     if staged is None or staged.version != version:
         raise WeightUpdateError(
             "version is not staged",

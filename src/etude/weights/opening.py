@@ -1,4 +1,4 @@
-"""The two ends that a run's configuration asks for."""
+"""Opens the publisher and the subscriber that a run's configuration describes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from etude.weights.subscriber import Subscriber
 from etude.weights.writer import WriterOptions
 
 _TRIALS = "trials"
-"""Where it is tried out whether a store can be written."""
+"""Directory of test files by which write access is checked."""
 WeightFetcher = Callable[[WeightManifest], Mapping[str, Tensor]]
 
 
@@ -31,11 +31,11 @@ WeightFetcher = Callable[[WeightManifest], Mapping[str, Tensor]]
 def open_weights(
     config: WeightsConfig, *, in_parts: bool = False
 ) -> Generator[tuple[WeightPublisher, WeightFetcher]]:
-    """Publisher and fetcher for a trainer and engines in one process. `in_parts`: other processes publish to
-    the store too, so that engines have to read it.
+    """Publisher and fetcher for a trainer and engines in one process. `in_parts`: other processes publish
+    parts to the store too, so that engines must read it.
 
-    Raises StoreError where the store cannot be written, or another run publishes to it; and, on the way out,
-    if the last version could not be uploaded.
+    Raises StoreError if the store cannot be written or another run publishes to it; and on exit, if the last
+    version could not be uploaded.
     """
     if not config.url:
         memory = MemoryWeights()
@@ -49,8 +49,8 @@ def open_weights(
 def open_publisher(
     config: WeightsConfig, peers: Peers | None = None, on_wait: OnWait | None = None
 ) -> StoreWeights:
-    """For a trainer whose engines are elsewhere; `peers`: those that publish with it; `on_wait`: gets the
-    store's outages. Close it.
+    """The publisher of a trainer whose engines run in other processes; must be closed. `peers`: processes
+    that publish with it; `on_wait`: called after outages of the store.
 
     Raises StoreError: see `open_weights`.
     """
@@ -68,20 +68,20 @@ def open_publisher(
 
 
 def make_subscriber(config: WeightsConfig) -> Subscriber:
-    """For an engine that is not where the trainer is. Raises StoreError for a URL that cannot be opened."""
+    """The subscriber of an engine outside the trainer's process. Raises StoreError for an unusable URL."""
     folder = PatientFolder(open_reading(config), config.patience_s)
     return Subscriber(WeightStore(folder), wait_s=config.wait_s, workers=config.workers, link=folder)
 
 
 def open_reading(config: WeightsConfig) -> Folder:
-    """Where engines read the store, without patience. Raises ConfigError for a token that cannot be read."""
+    """The folder that engines read, without retries. Raises ConfigError for a token that cannot be read."""
     return open_folder(config.read_url or config.url, read_secret(config.token, "weights.token"))
 
 
 def check_store(config: WeightsConfig) -> None:
-    """Writes to the store and looks at where engines read it, once and without patience.
+    """Checks once, without retries, that the store can be written, and read where engines read it.
 
-    Raises StoreError where there is no right to, or nobody answers.
+    Raises StoreError without access rights, or if it does not answer.
     """
     if config.url:
         folder, name = open_folder(config.url), f"{_TRIALS}/{uuid.uuid4().hex}"
@@ -92,8 +92,8 @@ def check_store(config: WeightsConfig) -> None:
 
 
 def check_reading(config: WeightsConfig) -> None:
-    """Looks at where engines read the store, once and without patience.
+    """Checks once, without retries, that engines can read the store.
 
-    Raises StoreError where there is no right to; UnavailableError, which is one, where nobody answers.
+    Raises StoreError without access rights; UnavailableError, a StoreError, if it does not answer.
     """
     open_reading(config).list(COMMITS)

@@ -1,10 +1,10 @@
-"""Tensors that several processes publish in parts: runs of rows, each stored under a name of its own.
+"""Tensors that several processes publish in parts: ranges of rows, each stored under its own name.
 
     trainer's rank 0   w[0:64/128]   ──┐
     trainer's rank 1   w[64:128/128] ──┴──> w, whole, in a subscriber's memory
 
 A part is a tensor like any other to the codec and to the store. Only the manifest and the subscriber know
-what it belongs to.
+its whole tensor.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Part:
 
     @property
     def stored_name(self) -> str:
-        """What the part goes by in a store: the tensor's own name where it is all of it."""
+        """Name of the part in a store: the tensor's own name if the part is the whole tensor."""
         if self.stop - self.start == self.total:
             return self.name
         return f"{self.name}[{self.start}:{self.stop}/{self.total}]"
@@ -47,9 +47,9 @@ def parse_part(stored_name: str) -> Part | None:
 
 
 def join_entries(entries: Iterable[TensorEntry]) -> tuple[TensorEntry, ...]:
-    """What is stored -> the tensors that it makes, sorted by name.
+    """Joins the entries of stored parts to entries of whole tensors, sorted by name.
 
-    Raises WeightUpdateError where parts do not make a whole, or a name comes twice.
+    Raises WeightUpdateError if parts do not form a whole tensor, or a name occurs twice.
     """
     whole: dict[str, TensorEntry] = {}
     parts: dict[str, list[tuple[Part, TensorEntry]]] = {}
@@ -85,15 +85,15 @@ def _join(name: str, parts: list[tuple[Part, TensorEntry]]) -> TensorEntry:
 
 
 class TensorSet:
-    """One version's tensors in host memory: as they are stored, and whole. Parts are views of whole ones."""
+    """One version's tensors in host memory: as stored, and whole. Stored parts are views of whole tensors."""
 
     def __init__(self) -> None:
         self.stored: dict[str, Tensor] = {}
         self.whole: dict[str, Tensor] = {}
 
-    def make_room(self, entries: Iterable[TensorEntry], spare: TensorSet) -> dict[str, Tensor]:
-        """What to decode these into, by stored names: `spare`'s memory where it fits. For parts always, so
-        that each comes to lie in its whole."""
+    def allocate(self, entries: Iterable[TensorEntry], spare: TensorSet) -> dict[str, Tensor]:
+        """Target tensors for decoding `entries`, by stored name: views of whole tensors for parts; for others
+        the memory of `spare` where it fits, else none."""
         room: dict[str, Tensor] = {}
         for entry in entries:
             part = parse_part(entry.name)
@@ -104,7 +104,7 @@ class TensorSet:
         return room
 
     def add(self, decoded: Mapping[str, Tensor]) -> None:
-        """Takes what was decoded into the room made for it."""
+        """Adds decoded tensors, for parts those of `allocate`."""
         self.stored |= decoded
         self.whole |= {name: tensor for name, tensor in decoded.items() if parse_part(name) is None}
 

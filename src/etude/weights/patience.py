@@ -1,6 +1,6 @@
-"""A folder whose store may be away for a while: what it is asked is asked again until it answers.
+"""A Folder that retries while its store is unavailable.
 
-Several callers at once wait by themselves; nobody holds up another.
+Concurrent callers retry independently of each other.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from etude.kit.retry import Backoff, retry
-from etude.weights.folders import Folder, TakenError, UnavailableError
+from etude.weights.folders import ExistsError, Folder, UnavailableError
 
 Answer = TypeVar("Answer")
 
@@ -20,28 +20,28 @@ _LONGEST_PAUSE_S = 2.0
 
 
 OnWait = Callable[[float, str], None]
-"""Gets each call that was repeated, once it is answered or given up: seconds, and the last cause."""
+"""Called after each call that was retried, successful or not: with its seconds, and the last cause."""
 
 
 class PatientFolder:
-    """See Folder. Asks again what came back with UnavailableError, for so long; then it is raised."""
+    """Implements Folder: retries calls on UnavailableError for `patience_s`, then raises it."""
 
     def __init__(self, inner: Folder, patience_s: float, on_wait: OnWait | None = None) -> None:
-        """`on_wait`: called in whichever thread has waited."""
+        """`on_wait`: called in the thread that has waited."""
         self._inner = inner
         self._patience_s = patience_s
         self._on_wait = on_wait
         self._closed = threading.Event()
         self._waiting: dict[int, str] = {}
-        """By thread: why it waits."""
+        """Cause of the current retries, by thread."""
 
     @property
     def trouble(self) -> str:
-        """Why a call is being made again now; empty where none is. From any thread."""
+        """Cause of a call that is being retried now; empty without any. Callable from any thread."""
         return next(iter(list(self._waiting.values())), "")
 
     def close(self) -> None:
-        """Ends all waiting: from now on what is unavailable is so at once."""
+        """Ends all retries: from now on UnavailableError is raised at once."""
         self._closed.set()
 
     @property
@@ -49,30 +49,30 @@ class PatientFolder:
         return self._inner.url
 
     def list(self, prefix: str) -> list[str]:
-        return self._ask(lambda: self._inner.list(prefix))
+        return self._retry(lambda: self._inner.list(prefix))
 
     def read(self, name: str) -> bytes:
-        return self._ask(lambda: self._inner.read(name))
+        return self._retry(lambda: self._inner.read(name))
 
     def write(self, name: str, data: bytes) -> None:
-        self._ask(lambda: self._inner.write(name, data))
+        self._retry(lambda: self._inner.write(name, data))
 
     def create(self, name: str, data: bytes) -> None:
-        """See Folder.create. A name that is taken by these very bytes is our own, whose answer was lost on
-        its way: the creator puts something into them that nobody else writes."""
+        """See Folder.create. An existing file with the same bytes is taken for our own, whose response was
+        lost: callers must make the bytes unique."""
         try:
-            self._ask(lambda: self._inner.create(name, data))
-        except TakenError:
+            self._retry(lambda: self._inner.create(name, data))
+        except ExistsError:
             if self.read(name) != data:
                 raise
 
     def delete(self, name: str) -> None:
-        self._ask(lambda: self._inner.delete(name))
+        self._retry(lambda: self._inner.delete(name))
 
     def sweep(self, prefix: str) -> None:
-        self._ask(lambda: self._inner.sweep(prefix))
+        self._retry(lambda: self._inner.sweep(prefix))
 
-    def _ask(self, call: Callable[[], Answer]) -> Answer:
+    def _retry(self, call: Callable[[], Answer]) -> Answer:
         began = time.monotonic()
         cause = ""
 

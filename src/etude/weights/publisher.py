@@ -1,4 +1,4 @@
-"""How a trainer hands its weights over: the seam, and the publisher that feeds a weight store."""
+"""Publishing of a trainer's weights: the WeightPublisher protocol, and the publisher to a weight store."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class WeightPublisher(Protocol):
     """Makes named weights fetchable: from this process's memory, a directory of snapshots or a store."""
 
     def publish(self, version: PolicyVersion, tensors: Mapping[str, Tensor]) -> WeightManifest:
-        """Copies the model's parameters, under its own names; the returned version carries their digest.
+        """Publishes the model's parameters; the returned manifest's version carries their digest.
 
         Raises StoreError if they cannot be written.
         """
@@ -32,21 +32,21 @@ class WeightPublisher(Protocol):
 
 
 class Peers(Protocol):
-    """The processes that publish one model together, each its own parts of it."""
+    """The processes that together publish one model, each its own parts."""
 
     @property
     def rank(self) -> int:
-        """This one's place among them."""
+        """Rank of this process."""
         ...
 
     def exchange(self, value: Any) -> list[Any]:
-        """What each of them gives, in the order of ranks. Every process calls it at the same points; no two
-        threads of one at a time. Raises InfrastructureError where one is gone."""
+        """All-gather: the values of all processes, by rank. All processes must make the same calls, each from
+        one thread at a time. Raises InfrastructureError if a process has ended."""
         ...
 
 
 class _Alone:
-    """Implements Peers for one process that has everything."""
+    """Implements Peers for a single process with the whole model."""
 
     rank = 0
 
@@ -55,19 +55,18 @@ class _Alone:
 
 
 class StoreWeights:
-    """Publishes to a weight store, in the background, and hands the newest version over within the process.
+    """Publishes to a weight store in the background, and serves the newest version within the process.
 
-    Two copies of the weights stay in host memory, or on disk: the version that was committed last, which the
-    next delta is taken from, and the one on its way. A publication waits for the one before it.
+    Two copies of the weights are kept in host memory, or on disk: the last committed version, the base of the
+    next delta, and the one being uploaded. A publication waits for the one before it.
 
     Several processes may publish together, each the parts that it holds (see `weights.parts`):
 
-        every rank   copy, hash ── tell what ──> manifest      upload own files ── tell which ──┐
-        rank 0       lease                                     where, which number               └─> commit
+        every rank   copy, hash ── gather ─────> manifest      upload own files ── gather ──────┐
+        rank 0       lease                                     directory, number                 └─> commit
 
-    No rank ever has the whole model, and each remembers no more than its own last parts. The version exists
-    once rank 0 has committed it, which it does when all files are there; if any rank fails or dies before
-    that, it never does, on any rank.
+    No rank ever has the whole model; each keeps only its own last parts. The version exists once rank 0 has
+    committed it, after all files are uploaded; if any rank fails before that, it never exists.
     """
 
     def __init__(
@@ -78,11 +77,10 @@ class StoreWeights:
         peers: Peers | None = None,
         scratch: Path | None = None,
     ) -> None:
-        """`dtype`: floating-point tensors are rounded to it on their way; None leaves all as they are.
-        `peers`: see `join`. `scratch`: a directory on disk for the copies; None: they stay in memory.
+        """`dtype`: floating-point tensors are rounded to it; None: they are not converted. `peers`: see
+        `join`. `scratch`: a directory on disk for the copies; None: they stay in memory.
 
-        Raises StoreError, on the first of the peers, while another writer is alive, or where nothing can be
-        written.
+        Raises StoreError, on rank 0, while another writer is alive, or if the store cannot be written.
         """
         self._dtype = dtype
         self._store = store
@@ -96,7 +94,7 @@ class StoreWeights:
         self._current: tuple[PolicyVersion, Mapping[str, Tensor]] | None = None
         self._spare: Mapping[str, Tensor] = {}
         self._base: dict[str, tuple[Tensor, TensorEntry]] = {}
-        """Of adapters: it is copied and hashed once."""
+        """Base tensors of adapters, which are copied and hashed once."""
 
     def __enter__(self) -> Self:
         return self
@@ -110,32 +108,33 @@ class StoreWeights:
         return not isinstance(self._peers, _Alone)
 
     def join(self, peers: Peers) -> None:
-        """From now on this process publishes with others, as their first: its own parts only.
+        """From now on this process publishes with others, as rank 0, and only its own parts.
 
-        Raises StoreError if what it has published alone could not be uploaded.
+        Raises StoreError if a version published alone before could not be uploaded.
         """
         self.flush()
         assert peers.rank == 0, "the first rank has the lease"
         self._peers, self._committed, self._current, self._spare, self._base = peers, None, None, {}, {}
 
     def publish(self, version: PolicyVersion, tensors: Mapping[str, Tensor]) -> WeightManifest:
-        """See WeightPublisher.publish. Returns when everything is copied and hashed; the upload goes on.
+        """See WeightPublisher.publish. Returns once everything is copied and hashed; the upload continues.
 
-        With peers, `tensors` are this process's parts, by `Part.stored_name`; all of them make the model, and
-        every rank gets the same manifest.
+        With peers, `tensors` are this process's parts, by `Part.stored_name`; together they are the model,
+        and every rank gets the same manifest.
 
-        Raises StoreError if nothing can be kept, or if the upload before this one failed: that version was
-        never committed, and the next delta is taken from the last that was. With peers, all of them raise it.
+        Raises StoreError if the copies cannot be kept, or if the previous upload failed: that version was
+        never committed, and the next delta starts from the last committed one. With peers, all ranks raise
+        it.
         """
         self.flush()
         kept: list[Mapping[str, Tensor]] = []
 
-        def keep() -> tuple[list[TensorEntry], int | None]:
-            copies, own = self._keep(version, tensors)
+        def copy() -> tuple[list[TensorEntry], int | None]:
+            copies, own = self._copy_tensors(version, tensors)
             kept.append(copies)
             return own, self._writer and self._writer.next_sequence
 
-        agreed = self._agree(keep)
+        agreed = self._agree(copy)
         if self._dtype is not None:
             version = replace(version, format=dtype_name(self._dtype))
         entries = join_entries(entry for part, _ in agreed for entry in part)
@@ -145,14 +144,14 @@ class StoreWeights:
         self._upload = self._pool.submit(self._write, version, kept[0])
         return WeightManifest(version, entries, self._store.version_url(agreed[0][1]), base)
 
-    def _keep(
+    def _copy_tensors(
         self, version: PolicyVersion, tensors: Mapping[str, Tensor]
     ) -> tuple[Mapping[str, Tensor], list[TensorEntry]]:
-        """Copies that nobody changes, and what they are."""
+        """Private copies of the tensors, and their manifest entries."""
         if self._scratch is not None:
             if self._current is not None and self._current[1] is self._spare:
                 self._current = None  # its upload failed
-            self._spare = {}  # its file goes away before another is written
+            self._spare = {}  # its file is freed before another is written
             kept = DiskTensors(self._scratch)
             own: list[TensorEntry] = []
             for name, tensor in tensors.items():
@@ -165,19 +164,19 @@ class StoreWeights:
         copies = _copy(fresh, self._spare, self._dtype)
         found = {name: (tensor, describe_tensor(name, tensor)) for name, tensor in copies.items()} | held
         if version.adapter is not None:
-            self._base = {name: one for name, one in found.items() if not name.startswith(ADAPTER_PREFIX)}
+            self._base = {name: pair for name, pair in found.items() if not name.startswith(ADAPTER_PREFIX)}
         return {name: tensor for name, (tensor, _) in found.items()}, [entry for _, entry in found.values()]
 
     def flush(self) -> None:
-        """Waits until what was published is committed. Raises StoreError if it could not be, and what `Peers`
+        """Waits until the last publication is committed. Raises StoreError if that failed, and what `Peers`
         raise."""
         upload, self._upload = self._upload, None
         if upload is not None:
             upload.result()
 
     def fetch(self, manifest: WeightManifest) -> Mapping[str, Tensor]:
-        """The newest version, for engines in this process: read, never write it, and not after the next but
-        one is published. Raises WeightUpdateError for any other, and where it has only parts of it."""
+        """The newest version, for engines in this process: must not be modified, nor read after the next but
+        one is published. Raises WeightUpdateError for other versions, and if this process has only parts."""
         if self.is_shared or self._current is None or self._current[0] != manifest.version:
             raise WeightUpdateError(
                 "only the newest version is at hand, and only where it is published whole",
@@ -189,7 +188,7 @@ class StoreWeights:
         return self._current[1]
 
     def close(self) -> None:
-        """Waits for the upload and lets the next writer in. Raises as `flush`."""
+        """Waits for the upload and releases the lease. Raises as `flush`."""
         try:
             self.flush()
         finally:
@@ -198,7 +197,7 @@ class StoreWeights:
                 self._writer.close()
 
     def _write(self, version: PolicyVersion, tensors: Mapping[str, Tensor]) -> None:
-        """Uploads and commits, in the background; with peers, in step with them."""
+        """Uploads and commits, in the background; with peers, in lockstep with them."""
         base_version, base = self._committed or (None, None)
         publication: Publication | None = None
         writer, folder = self._writer, self._store.folder
@@ -215,16 +214,16 @@ class StoreWeights:
             raise
         self._committed = (version, tensors)
         self._spare = base or {}
-        self._agree(lambda: writer and writer.tidy(commit))
+        self._agree(lambda: writer and writer.clean_up(commit))
 
     def _agree(self, work: Callable[[], Any]) -> list[Any]:
-        """Each peer's result, or on each of them the first one's error."""
+        """Runs `work` on every peer: the results by rank, or raises the first rank's error on all of them."""
         result, failure = None, None
         try:
             result = work()
         except EtudeError as error:
             failure = error
-        except Exception as error:  # whatever it is, the others must not wait for it
+        except Exception as error:  # any exception: the others must not wait forever
             failure = StoreError(f"publishing failed: {error!r}", field=f"rank {self._peers.rank}")
             failure.__cause__ = error
         exchanged = self._peers.exchange((result, failure))
@@ -250,6 +249,6 @@ def _copy(
 
 
 def _type_of(name: str, tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    """What a tensor is published as. Factors of adapters are not rounded."""
+    """The type that a tensor is published in. Factors of adapters are not rounded."""
     rounds = tensor.is_floating_point() and not name.startswith(ADAPTER_PREFIX)
     return dtype if dtype is not None and rounds else tensor.dtype

@@ -1,4 +1,4 @@
-"""A relay: fetches each byte once over the long link to the store and serves it to the replicas near by."""
+"""A relay: a cache that fetches each file once over the slow link to the store and serves it locally."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _AT_ONCE = Backoff(base_s=0.0, attempts=3)
 
 
 class ReadOnlyError(StoreError):
-    """What a reader may not write."""
+    """A write that readers may not make."""
 
 
 @dataclass(slots=True)
@@ -29,28 +29,28 @@ class RelayCounters:
     """Traffic of a relay."""
 
     fetched_bytes: int = 0
-    """Over the long link."""
+    """From the store."""
     served_bytes: int = 0
-    """To replicas."""
+    """To readers."""
     damaged: int = 0
-    """Files that did not arrive as they were written, and were fetched again."""
+    """Files that arrived or were cached damaged, and were fetched again."""
 
 
 class Relay:
-    """Reads of a store through a cache on disk. Methods may be called from any thread.
+    """Reads a store through a cache on disk. Methods may be called from any thread.
 
-    What lies in a store never changes, so what is cached is never stale; lists always come from the store.
+    Files in a store never change, so the cache is never stale; lists always come from the store.
     """
 
     def __init__(self, source: Folder, cache: Path, max_bytes: int = 1 << 40) -> None:
-        """`max_bytes`: of cached files; the oldest versions go first. Raises ConfigError where nothing can be
-        written in `cache`."""
+        """`max_bytes`: of cached files; the oldest versions are evicted first. Raises ConfigError if `cache`
+        cannot be written."""
         _check_writable(cache)
         self._source = source
         self._cache = DirectoryFolder(cache)
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
-        self._coming: dict[str, Future[bytes]] = {}
+        self._in_flight: dict[str, Future[bytes]] = {}
         self._commits: dict[str, bytes] = {}
         self._expected: dict[str, StoredFile] = {}
         self.counters = RelayCounters()
@@ -59,14 +59,14 @@ class Relay:
 
     @property
     def is_fetching(self) -> bool:
-        """Whether files are on their way over the long link."""
-        return bool(self._coming)
+        """Whether files are being fetched from the store."""
+        return bool(self._in_flight)
 
     def list(self, prefix: str) -> list[str]:
         """See Folder.list."""
         names = self._source.list(prefix)
         if prefix == COMMITS:
-            self._forget_commits(set(names))
+            self._drop_commits(set(names))
         return names
 
     def read(self, name: str) -> bytes:
@@ -83,46 +83,46 @@ class Relay:
         return data
 
     def write(self, name: str, data: bytes) -> None:
-        """Passes on what readers may write. Raises StoreError for anything else."""
+        """Forwards the notes that readers may write. Raises StoreError for anything else."""
         if name.partition("/")[0] not in (PINS, WANTED):
             raise ReadOnlyError("a relay only reads", field="name", received=name)
         self._source.write(name, data)
 
     def _read_commit(self, name: str) -> bytes:
-        """Kept in memory: small, and read by every replica."""
+        """Reads a commit through a cache in memory: commits are small, and read by every replica."""
         data = self._commits.get(name)
         if data is None:
             data = self._source.read(name)
             try:
                 commit = unpack_commit(data)
-            except WeightUpdateError:  # readers see it for themselves, and may ask again
+            except WeightUpdateError:  # readers detect the damage themselves, and may retry
                 return data
             with self._lock:
                 self._commits[name] = data
                 self._expected |= {file.name: file for file in commit.files}
         return data
 
-    def _forget_commits(self, there: set[str]) -> None:
-        """Those that the store has collected: nobody reads them any more."""
+    def _drop_commits(self, existing: set[str]) -> None:
+        """Drops cached commits that the store has garbage-collected."""
         with self._lock:
-            for name in self._commits.keys() - there:
+            for name in self._commits.keys() - existing:
                 for file in unpack_commit(self._commits.pop(name)).files:
                     self._expected.pop(file.name, None)
 
     def _read_file(self, name: str) -> bytes:
         with self._lock:
             held = name in self._sizes
-            waiting = self._coming.get(name)
+            waiting = self._in_flight.get(name)
             own: Future[bytes] = Future()
             if not held and waiting is None:
-                self._coming[name] = own
+                self._in_flight[name] = own
         if held:
             return self._read_cached(name)
         if waiting is not None:
             return waiting.result()
         try:
             data = self._fetch_file(name)
-            self._keep(name, data)
+            self._cache_file(name, data)
         except BaseException as error:
             own.set_exception(error)
             raise
@@ -131,10 +131,10 @@ class Relay:
             return data
         finally:
             with self._lock:
-                del self._coming[name]
+                del self._in_flight[name]
 
     def _read_cached(self, name: str) -> bytes:
-        """From disk; from the store, if it is no longer there or no longer what was written."""
+        """Reads from the disk cache, or from the store if the cached file is missing or damaged."""
         with contextlib.suppress(MissingError):
             data = self._cache.read(name)
             if self._is_whole(name, data):
@@ -146,7 +146,7 @@ class Relay:
         return self._read_file(name)
 
     def _fetch_file(self, name: str) -> bytes:
-        """From the store, until it arrives as its commit says. Raises WeightUpdateError if it never does."""
+        """Fetches from the store; retries damaged files. Raises WeightUpdateError if they stay damaged."""
 
         def fetch() -> bytes:
             data = self._source.read(name)
@@ -161,25 +161,25 @@ class Relay:
         return retry(fetch, WeightUpdateError, _AT_ONCE)
 
     def _is_whole(self, name: str, data: bytes) -> bool:
-        """As far as it is known: readers check for themselves too."""
+        """Whether the digest matches the commit, if that is known; readers check too."""
         expected = self._expected.get(name)
         return expected is None or blake3(data).hexdigest() == expected.digest
 
-    def _keep(self, name: str, data: bytes) -> None:
-        """On disk, in place of the oldest versions where there is no room; if there is none then, nowhere."""
+    def _cache_file(self, name: str, data: bytes) -> None:
+        """Caches a file on disk, evicting the oldest versions if the disk is full; skips it if that fails."""
         while True:
             try:
                 self._cache.write(name, data)
                 break
             except UnavailableError:  # the disk is full
-                if not self._make_room(name, 1):
+                if not self._evict(name, 1):
                     return
         with self._lock:
             self._sizes[name] = len(data)
-        self._make_room(name)
+        self._evict(name)
 
-    def _make_room(self, name: str, num_bytes: int = 0) -> bool:
-        """Lets go of what lies before `name`: what is too much, or so many bytes. Whether there was any."""
+    def _evict(self, name: str, num_bytes: int = 0) -> bool:
+        """Evicts files older than `name`: `num_bytes`, or the excess over `max_bytes`; whether it did."""
         old: list[str] = []
         with self._lock:
             excess = max(num_bytes, sum(self._sizes.values()) - self._max_bytes)

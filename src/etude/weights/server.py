@@ -1,4 +1,4 @@
-"""The relay over HTTP: lists, files, and the notes that readers leave for the writer."""
+"""The relay's HTTP server: lists, files, and the notes that readers write for the writer."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from etude.weights.folders import MissingError, UnavailableError
 from etude.weights.relay import ReadOnlyError, Relay
 
 _NOTE_BYTES = 1 << 16
-"""Largest note that a reader may leave for the writer."""
+"""Largest note that a reader may write."""
 _NAME_CHARACTERS = 1024
 _PART_BYTES = 255
 
 
 class _RefusedError(StoreError):
-    """A request that no relay does."""
+    """A malformed request."""
 
 
 _ERRORS = OwnErrors({MissingError: 404, UnavailableError: 503, _RefusedError: 400, ReadOnlyError: 403})
@@ -30,7 +30,7 @@ _ERRORS = OwnErrors({MissingError: 404, UnavailableError: 503, _RefusedError: 40
 def build_app(relay: Relay, token: str | None = None) -> FastAPI:
     """An ASGI application over a relay.
 
-    `token`: what readers must present as a bearer; None: none is asked for.
+    `token`: bearer token that readers must send; None: access is open.
     """
 
     async def figures(request: Request) -> str:
@@ -64,7 +64,7 @@ def build_app(relay: Relay, token: str | None = None) -> FastAPI:
 
 
 def _checked(name: str) -> str:
-    """Raises StoreError for what would leave the folder."""
+    """Returns `name`. Raises StoreError if it is malformed or would leave the folder."""
     parts = name.split("/")
     is_hidden = any(part.startswith(".") or not part for part in parts)
     is_long = len(name) > _NAME_CHARACTERS or any(len(part.encode()) > _PART_BYTES for part in parts)
@@ -74,7 +74,7 @@ def _checked(name: str) -> str:
 
 
 class RelayServer(ServerThread):
-    """A relay's server in a thread of its own."""
+    """A relay's server in its own thread."""
 
     def __init__(
         self, relay: Relay, host: str = "127.0.0.1", port: int = 0, token: str | None = None

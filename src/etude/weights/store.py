@@ -1,10 +1,10 @@
-"""The weight store: versions under a URL, as chains of deltas with a full snapshot every now and then.
+"""The weight store: versions under a URL, as chains of deltas with periodic full snapshots.
 
-    commits/000000000012.json     one record a version, written last: what it needs is there, and whole
+    commits/000000000012.json     one record per version, written last: its files are complete
     files/000000000012-.../       update files: `delta-00000.etude`, `full-00000.etude`
-    writers/ pins/ wanted/        who writes; what readers still need; who asks for a full snapshot
+    writers/ pins/ wanted/        the writer's lease; what readers need; requests for a full snapshot
 
-A version exists once its commit does: readers never see half of one.
+A version exists once its commit does: readers never see a partial one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _LONGEST_POLL_S = 1.0
 
 
 class WeightStore:
-    """What readers and the writer of a store share. Methods may be called from any thread."""
+    """Operations shared by readers and the writer of a store. Methods may be called from any thread."""
 
     def __init__(self, folder: Folder) -> None:
         self.folder = folder
@@ -37,8 +37,7 @@ class WeightStore:
         return cls(open_folder(url, **options))
 
     def commits(self) -> dict[int, Commit]:
-        """All versions that are there, by sequence number. Damaged commits are left out: no version needs
-        them that can be had."""
+        """All commits by sequence number. Damaged ones are left out: no readable version needs them."""
         found: dict[int, Commit] = {}
         for name in self.folder.list(COMMITS):
             sequence = sequence_of(name)
@@ -55,11 +54,12 @@ class WeightStore:
         return dict(found)
 
     def newest_sequence(self) -> int:
-        """Of all commits, damaged ones too; 0 where there is none."""
+        """The largest sequence number of all commits, including damaged ones; 0 without any."""
         return max((sequence_of(name) or 0 for name in self.folder.list(COMMITS)), default=0)
 
     def wait_for(self, sequence: int, wait_s: float) -> Commit:
-        """The commit of this number, which may be on its way. Raises WeightUpdateError if none comes."""
+        """The commit of this number; waits while it is being published. Raises WeightUpdateError after
+        `wait_s`."""
 
         def on_failure(failure: MissingError, pause_s: float | None) -> None:
             is_past = self.newest_sequence() > sequence and not self._has(sequence)
@@ -84,20 +84,20 @@ class WeightStore:
         return commit_name(sequence) in self.folder.list(COMMITS)
 
     def version_url(self, sequence: int) -> str:
-        """What a WeightManifest says of where its bytes are."""
+        """The `url` of a WeightManifest for this version."""
         return f"{URL_SCHEME}{self.folder.url}#{sequence}"
 
-    # ---- what readers leave for the writer ------------------------------------------------------
+    # ---- notes of readers for the writer -------------------------------------------------------
 
     def pin(self, reader: str, sequence: int, keep_s: float) -> None:
-        """Commits from `sequence` on stay until `keep_s` after the writer has seen this, or until the next
-        pin of this reader."""
+        """Asks the writer to keep commits from `sequence` on until `keep_s` after it has seen this pin, or
+        until this reader's next pin."""
         self.folder.write(
             f"{PINS}/{reader}.json", json.dumps({"sequence": sequence, "keep_s": keep_s}).encode()
         )
 
     def request_snapshot(self, reader: str) -> None:
-        """The next version comes with a full snapshot."""
+        """Asks the writer to publish the next version with a full snapshot."""
         self.folder.write(f"{WANTED}/{reader}", b"full")
 
 
@@ -112,14 +112,14 @@ def split_url(url: str) -> tuple[str, int]:
 
 
 class Pins:
-    """What readers still need, as the writer sees it: by its own clock, from when it first saw each pin."""
+    """The readers' pins as seen by the writer. They expire by its own clock, from when it first saw each."""
 
     def __init__(self, folder: Folder) -> None:
         self._folder = folder
         self._seen: dict[str, tuple[bytes, float]] = {}
 
     def lowest(self) -> int | None:
-        """The first sequence number that somebody needs; None if nobody said so. Forgets old pins."""
+        """The lowest pinned sequence number, or None. Deletes expired pins."""
         wanted: list[int] = []
         for name in self._folder.list(PINS):
             try:

@@ -1,4 +1,4 @@
-"""The reading end of a weight store: holds one version in host memory and brings it up to the one asked for.
+"""The reader of a weight store: keeps one version in host memory and updates it to the requested one.
 
 held version ──delta──> ... ──delta──> wanted version
       └─ broken chain, wrong base, damage, missed versions ─> full snapshot (+ deltas after it)
@@ -28,26 +28,26 @@ from etude.weights.store import WeightStore, split_url
 
 @dataclass(slots=True)
 class SubscriberCounters:
-    """What it took to stay up to date."""
+    """Counters of a subscriber."""
 
     deltas: int = 0
     """Versions reached by a delta."""
     snapshots: int = 0
     """Versions reached by a full snapshot."""
     fallbacks: int = 0
-    """Times that a delta did not serve and a full snapshot was fetched in its place."""
+    """Times that a delta failed and a full snapshot was fetched instead."""
     unpinned: int = 0
-    """Times that the store could not be informed what is still needed."""
+    """Times that a pin could not be written to the store."""
     fetched_bytes: int = 0
     last_fallback: str = ""
-    """Why."""
+    """Cause of the last fallback."""
 
 
 class Subscriber:
-    """Fetches the versions that manifests name. One thread at a time has it; others wait.
+    """Fetches the versions that manifests name. Thread-safe: concurrent calls of `fetch` wait for each other.
 
-    Two sets of tensors are kept, the held version and a spare that the next is written into: what `fetch`
-    returned may be overwritten by the next fetch.
+    Two sets of tensors are kept, the held version and a spare into which the next is decoded: tensors
+    returned by `fetch` may be overwritten by the next fetch.
     """
 
     def __init__(
@@ -60,9 +60,9 @@ class Subscriber:
         kernels: KernelChoice = "auto",
         link: PatientFolder | None = None,
     ) -> None:
-        """`wait_s`: for a version that is still being uploaded. `pin_s`: how long the store keeps the deltas
-        from the held version on, after each fetch; 0 pins nothing. `link`: the store's folder, where reading
-        it waits for one that does not answer."""
+        """`wait_s`: to wait for a version that is still being uploaded. `pin_s`: time after each fetch for
+        which the store keeps the deltas from the held version on; 0: no pins. `link`: the store's folder, if
+        that retries."""
         self._store = store
         self._link = link
         self._wait_s = wait_s
@@ -71,7 +71,7 @@ class Subscriber:
         self._kernels: KernelChoice = kernels
         self._name = uuid.uuid4().hex
         self._lock = threading.Lock()
-        self._held, self._spare = TensorSet(), TensorSet()
+        self._current, self._spare = TensorSet(), TensorSet()
         self._version: PolicyVersion | None = None
         self.counters = SubscriberCounters()
 
@@ -82,19 +82,19 @@ class Subscriber:
 
     @property
     def trouble(self) -> str:
-        """Why a fetch waits for the store now; empty where none does. From any thread."""
+        """Cause of a fetch that is being retried now; empty without any. Callable from any thread."""
         return "" if self._link is None else self._link.trouble
 
     def close(self) -> None:
-        """A fetch waits for an unavailable store no longer. From any thread; idempotent."""
+        """Ends the retries of a fetch. Callable from any thread; idempotent."""
         if self._link is not None:
             self._link.close()
 
     def fetch(self, manifest: WeightManifest) -> Mapping[str, Tensor]:
-        """The tensors of a manifest, each checked: read, never write them. Blocks.
+        """The checked tensors of a manifest, which must not be modified. Blocks.
 
-        Raises WeightUpdateError if the version cannot be had whole, StoreError if the store does not answer;
-        then what was held stays held.
+        Raises WeightUpdateError if the version cannot be assembled, StoreError if the store does not answer;
+        then the held version is unchanged.
         """
         sequence = split_url(manifest.url)[1]
         if digest_entries(manifest.tensors) != manifest.version.digest:
@@ -105,19 +105,19 @@ class Subscriber:
             )
         with self._lock:
             if self._version is None or self._version.digest != manifest.version.digest:
-                self._bring_to(self._store.wait_for(sequence, self._wait_s), manifest.version)
+                self._update_to(self._store.wait_for(sequence, self._wait_s), manifest.version)
             self._pin(sequence + 1)
-            return dict(self._held.whole)
+            return dict(self._current.whole)
 
     def _pin(self, sequence: int) -> None:
-        """Who may only read a store has its weights all the same, and a full snapshot for a broken chain."""
+        """Pins later deltas. Readers without write access work too, but need snapshots for broken chains."""
         if self._pin_s:
             try:
                 self._store.pin(self._name, sequence, self._pin_s)
             except StoreError:
                 self.counters.unpinned += 1
 
-    def _bring_to(self, target: Commit, wanted: PolicyVersion) -> None:
+    def _update_to(self, target: Commit, wanted: PolicyVersion) -> None:
         if target.version.digest != wanted.digest:
             raise WeightUpdateError(
                 "the store has another version under this number",
@@ -131,16 +131,16 @@ class Subscriber:
         snapshot = find_snapshot_chain(commits, target)
         if deltas is not None and not (snapshot and _size(snapshot, snapshot=True) < _size(deltas)):
             try:
-                self._follow(deltas)
+                self._apply_deltas(deltas)
             except (WeightUpdateError, StoreError) as error:
                 self.counters.fallbacks += 1
                 self.counters.last_fallback = str(error)
             else:
                 return
-        self._start_over(target)
+        self._load_snapshot(target)
 
-    def _start_over(self, target: Commit) -> None:
-        """From the nearest full snapshot; twice, for what was damaged on its way."""
+    def _load_snapshot(self, target: Commit) -> None:
+        """Loads the nearest full snapshot and later deltas; tries twice, in case of damaged transfers."""
         failure: Exception | None = None
         for _ in range(2):
             chain = find_snapshot_chain(self._store.commits(), target)
@@ -149,14 +149,14 @@ class Subscriber:
             try:
                 self._apply(chain[0], chain[0].full, None)
                 self.counters.snapshots += 1
-                self._follow(chain[1:])
+                self._apply_deltas(chain[1:])
             except (WeightUpdateError, StoreError) as error:
                 failure = error
             else:
                 return
         if isinstance(failure, UnavailableError):
             raise failure
-        with contextlib.suppress(StoreError):  # what is said below matters more
+        with contextlib.suppress(StoreError):  # the error below matters more
             self._store.request_snapshot(self._name)
         raise WeightUpdateError(
             f"{target.version} cannot be had: {failure or 'no full snapshot leads to it'}",
@@ -165,13 +165,13 @@ class Subscriber:
             fix="stage the next version: it will come with a full snapshot",
         ) from failure
 
-    def _follow(self, chain: Sequence[Commit]) -> None:
+    def _apply_deltas(self, chain: Sequence[Commit]) -> None:
         for commit in chain:
-            self._apply(commit, commit.delta, self._held.stored)
+            self._apply(commit, commit.delta, self._current.stored)
             self.counters.deltas += 1
 
     def _apply(self, commit: Commit, files: Sequence[StoredFile], base: dict[str, Tensor] | None) -> None:
-        """Makes `commit` the held version, or leaves all as it was."""
+        """Decodes `commit` and makes it the held version; on failure nothing changes."""
         found = TensorSet()
         entries: list[TensorEntry] = []
         for file in files:
@@ -180,7 +180,7 @@ class Subscriber:
             entries += own_entries
             names = [entry.name for entry in own_entries]
             own = None if base is None else {name: base[name] for name in names if name in base}
-            room = found.make_room(own_entries, self._spare)
+            room = found.allocate(own_entries, self._spare)
             found.add(apply_update(own, data, out=room, workers=self._workers, kernels=self._kernels))
         if digest_entries(join_entries(entries)) != commit.version.digest:
             raise WeightUpdateError(
@@ -188,7 +188,7 @@ class Subscriber:
                 field="commit",
                 received=commit.sequence,
             )
-        self._spare, self._held, self._version = self._held, found, commit.version
+        self._spare, self._current, self._version = self._current, found, commit.version
 
     def _read(self, file: StoredFile) -> bytes:
         data = self._store.folder.read(file.name)
@@ -199,7 +199,7 @@ class Subscriber:
 
 
 def _size(chain: Sequence[Commit], *, snapshot: bool = False) -> int:
-    """Bytes to be fetched."""
+    """Bytes to fetch."""
     deltas = chain[1:] if snapshot else chain
     first = sum(file.size_bytes for file in chain[0].full) if snapshot else 0
     return first + sum(file.size_bytes for commit in deltas for file in commit.delta)

@@ -1,4 +1,4 @@
-"""The writing end of a weight store: encodes versions, commits them, and collects what nobody needs."""
+"""The writer of a weight store: encodes, uploads and commits versions, and collects garbage."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from etude.kit.memory import return_free_memory
 from etude.records import PolicyVersion
 from etude.weights.commits import Commit, StoredFile, commit_name, pack_commit
 from etude.weights.delta import KernelChoice, write_update
-from etude.weights.disk import ChosenTensors, DiskTensors, num_bytes
-from etude.weights.folders import Folder, MissingError, TakenError, UnavailableError
+from etude.weights.disk import DiskTensors, TensorSubset, num_bytes
+from etude.weights.folders import ExistsError, Folder, MissingError, UnavailableError
 from etude.weights.lease import WriterLease
 from etude.weights.store import FILES, WANTED, Pins, WeightStore
 
@@ -27,18 +27,18 @@ _LEAST_SHARD_BYTES = 1 << 23
 
 @dataclass(frozen=True, slots=True)
 class WriterOptions:
-    """How versions are written and how long they stay."""
+    """How versions are encoded and how long they are kept."""
 
     snapshot_every: int = 20
-    """Versions from one full snapshot to the next: the longest chain of deltas that a newcomer reads."""
+    """Versions between full snapshots: the longest chain of deltas that a new reader needs."""
     keep_snapshots: int = 2
-    """Full snapshots that stay, with all deltas after the oldest of them."""
+    """Full snapshots to keep, with all deltas after the oldest of them."""
     overwrite: bool = False
     """See encode_update."""
     workers: int = 1
-    """Threads that encode."""
+    """Encoding threads."""
     shard_bytes: int = 1 << 28
-    """Of tensors, in one file: bounds the memory that a full snapshot takes on its way."""
+    """Most bytes of tensors in one file, which bounds the memory for writing a full snapshot."""
     lease_s: float = 10.0
     """See WriterLease."""
     kernels: KernelChoice = "auto"
@@ -46,18 +46,18 @@ class WriterOptions:
 
 @dataclass(frozen=True, slots=True)
 class Publication:
-    """A version on its way."""
+    """A version that is being published."""
 
     sequence: int
     directory: str
-    """Of its files."""
+    """Directory of its files."""
     with_snapshot: bool
-    """Whether a full snapshot is wanted, beside the delta."""
+    """Whether it gets a full snapshot in addition to the delta."""
 
 
 @dataclass(frozen=True, slots=True)
 class Uploaded:
-    """What one process has written of a version."""
+    """The update files of a version that one process has uploaded."""
 
     delta: tuple[StoredFile, ...]
     full: tuple[StoredFile, ...]
@@ -71,8 +71,8 @@ def upload(
     base: Mapping[str, Tensor] | None,
     process: int = 0,
 ) -> Uploaded:
-    """Writes the update files of `target`, which nobody sees before the commit. `base`: the last version that
-    was committed, if any. `process`: which of those that publish together this is. Raises StoreError."""
+    """Writes the update files of `target`, which are invisible before the commit. `base`: the last committed
+    version, if any. `process`: rank among the publishing processes. Raises StoreError."""
     delta: list[StoredFile] = []
     full: list[StoredFile] = []
     kinds: list[tuple[str, Mapping[str, Tensor] | None, list[StoredFile]]] = []
@@ -83,9 +83,9 @@ def upload(
     for kind, own_base, uploaded in kinds:
         for index, names in enumerate(_shards(target, options.shard_bytes)):
             stream = io.BytesIO()
-            own = None if own_base is None else ChosenTensors(own_base, names)
+            own = None if own_base is None else TensorSubset(own_base, names)
             write_update(
-                stream, own, ChosenTensors(target, names), overwrite=options.overwrite,
+                stream, own, TensorSubset(target, names), overwrite=options.overwrite,
                 workers=options.workers, kernels=options.kernels,
             )  # fmt: skip
             data = stream.getvalue()
@@ -99,10 +99,10 @@ def upload(
 
 
 class StoreWriter:
-    """The one writer of a store. Not for several threads at once."""
+    """The single writer of a store. Not thread-safe."""
 
     def __init__(self, store: WeightStore, options: WriterOptions | None = None) -> None:
-        """Raises StoreError while another writer is alive, or where nothing can be written."""
+        """Raises StoreError while another writer is alive, or if the store cannot be written."""
         self._store = store
         self._options = options or WriterOptions()
         self._lease = WriterLease(store.folder, self._options.lease_s)
@@ -117,7 +117,7 @@ class StoreWriter:
 
     @property
     def folder(self) -> Folder:
-        """Where it writes."""
+        """The store's folder."""
         return self._store.folder
 
     def __enter__(self) -> Self:
@@ -127,11 +127,11 @@ class StoreWriter:
         self.close()
 
     def close(self) -> None:
-        """Lets the next writer in. Idempotent."""
+        """Releases the lease. Idempotent."""
         self._lease.release()
 
     def begin(self) -> Publication:
-        """Where the next version's files belong, and what they must be. Raises StoreError."""
+        """Begins a publication: its number, directory and kinds of files. Raises StoreError."""
         self._lease.check()
         sequence = self.next_sequence
         return Publication(
@@ -145,10 +145,10 @@ class StoreWriter:
         base: PolicyVersion | None,
         files: Sequence[Uploaded],
     ) -> Commit:
-        """Makes the version exist, of files that are all there. `base`: what the deltas apply to.
+        """Commits a version whose files are all uploaded. `base`: the version that the deltas apply to.
 
-        Raises StoreError; then it does not exist, unless the store itself cannot tell: its number is not used
-        again then.
+        Raises StoreError; then the version does not exist, unless the outcome is unknown (UnavailableError),
+        in which case its number is not reused.
         """
         delta = tuple(file for part in files for file in part.delta)
         full = tuple(file for part in files for file in part.full)
@@ -156,7 +156,7 @@ class StoreWriter:
         self._lease.check()
         try:
             self._store.folder.create(commit_name(commit.sequence), pack_commit(commit))
-        except TakenError as error:
+        except ExistsError as error:
             raise StoreError(
                 "another writer has committed to this weight store",
                 field="weights.url",
@@ -169,23 +169,23 @@ class StoreWriter:
         self.next_sequence = commit.sequence + 1
         return commit
 
-    def tidy(self, commit: Commit) -> None:
-        """Removes what a commit has made superfluous. Raises StoreError."""
+    def clean_up(self, commit: Commit) -> None:
+        """Removes what a commit has made obsolete. Raises StoreError."""
         if commit.full:
             for name in self._store.folder.list(WANTED):
                 self._store.folder.delete(name)
             self.collect()
 
     def discard(self, publication: Publication) -> None:
-        """Removes the files of a version that will not be."""
-        # The first error counts; whatever stays is an orphan, which the next writer removes.
+        """Removes the files of a failed publication, unless it was committed."""
+        # The first error counts; remaining files are orphans, which the next writer removes.
         with contextlib.suppress(StoreError):
             if not self._is_committed(publication):
                 for name in self._store.folder.list(publication.directory):
                     self._store.folder.delete(name)
 
     def _is_committed(self, publication: Publication) -> bool:
-        """The answer to a commit may have been lost on its way."""
+        """Whether the commit exists: the response to it may have been lost."""
         try:
             commit = self._store.folder.read(commit_name(publication.sequence))
         except MissingError:
@@ -193,13 +193,13 @@ class StoreWriter:
         return publication.directory.encode() in commit
 
     def collect(self) -> None:
-        """Removes what is older than the kept snapshots and needed by nobody: commits first, then files."""
+        """Removes versions older than the kept snapshots and not pinned: commits first, then files."""
         commits = self._store.commits()
         snapshots = [sequence for sequence, commit in sorted(commits.items()) if commit.full]
         bound = snapshots[-min(self._options.keep_snapshots, len(snapshots))]
         pinned = self._pins.lowest()
         if pinned is not None and pinned < bound:
-            # A delta is of use only to a receiver that holds its base; a newcomer begins at a snapshot.
+            # A delta is only useful to a reader that holds its base; a new reader begins at a snapshot.
             bound = pinned
         old = [commit for sequence, commit in sorted(commits.items()) if sequence < bound]
         for commit in old:
@@ -215,7 +215,7 @@ class StoreWriter:
         return last is None or sequence - last >= self._options.snapshot_every
 
     def _remove_orphans(self) -> None:
-        """Files that writers left who died before they committed."""
+        """Removes files of writers that died before they committed."""
         self._store.folder.sweep(FILES)
         kept = {file.name for commit in self._store.commits().values() for file in commit.files}
         for name in self._store.folder.list(FILES):
@@ -224,8 +224,8 @@ class StoreWriter:
 
 
 def _shards(tensors: Mapping[str, Tensor], shard_bytes: int) -> Iterator[list[str]]:
-    """Names, in order, in groups of at most so many bytes (or one tensor); of tensors on disk, which are
-    there to save memory, also of at most a 64th of them all."""
+    """Groups names, in order, into shards of at most `shard_bytes` (or one tensor); for tensors on disk,
+    which serve to save memory, also of at most a 64th of the total."""
     sizes = {name: num_bytes(tensors, name) for name in sorted(tensors)}
     if isinstance(tensors, DiskTensors):
         shard_bytes = min(shard_bytes, max(_LEAST_SHARD_BYTES, sum(sizes.values()) // 64))

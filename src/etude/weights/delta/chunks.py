@@ -1,12 +1,12 @@
-"""One stretch of a tensor as bytes: what changed, or all of it.
+"""The encoding of a chunk, a range of a tensor's words: its changes, or its whole content.
 
 A chunk begins with its kind:
-- `SAME`: nothing follows.
+- `SAME`: unchanged, nothing follows.
 - `DELTA`: classes (number, the exponent at which each but the first begins), changes of each class, tables of
   the gaps of each class that has changes, tables of its differences, then gaps and differences in rANS.
-- `WHOLE`: the bytes of each place within a word side by side, each such plane in zstd. Needs no base.
+- `WHOLE`: byte planes (all first bytes of the words, then all second ones, ...), each in zstd. Needs no base.
 - `OVERWRITE`: the number of changes, a table of gaps, the gaps in rANS, then the new words as in `WHOLE`.
-  It gives the same result whether it is applied to the base or to its own result.
+  It gives the same result when applied to the base or to its own result.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from etude.weights.delta.words import WordLayout
 
 SAME, DELTA, WHOLE, OVERWRITE = range(4)
 CHUNK_WORDS = 1 << 23
-"""Words of a chunk, all but the last of a tensor: bounds the memory that coding takes."""
+"""Words of a chunk, except the last of a tensor: bounds the memory for coding."""
 _WORTH_TRYING = 8
-"""Numbers hardly ever compress by more: below this share of the bytes, a delta is taken unseen."""
+"""Weights hardly ever compress by more than this factor: a smaller delta is used without trying `WHOLE`."""
 _VALUES_PER_LANE = 1024
 _MAX_LANES = 256
 _ZSTD_LEVEL = 1
@@ -37,9 +37,9 @@ _ZSTD_LEVEL = 1
 def encode_chunk(
     base: Words | None, target: Words, layout: WordLayout, kernels: DeltaKernels, *, overwrite: bool = False
 ) -> bytes:
-    """The shortest chunk that makes `target` of `base`, which is as long; `base` None: of nothing.
+    """The shortest chunk from which `decode_chunk` makes `target`, given `base` of the same length or None.
 
-    `overwrite`: only what may be applied twice.
+    `overwrite`: only kinds that may be applied twice.
     """
     if base is None:
         return _whole(target)
@@ -58,7 +58,7 @@ def encode_chunk(
 def decode_chunk(
     chunk: memoryview, base: Words | None, target: Words, layout: WordLayout, kernels: DeltaKernels
 ) -> None:
-    """Fills `target`. Raises ValueError for what `encode_chunk` cannot have written, if it shows."""
+    """Decodes into `target`. Raises ValueError for malformed chunks, as far as they can be detected."""
     reader = Reader(chunk)
     kind = reader.byte()
     if kind == WHOLE:
@@ -193,7 +193,7 @@ def _starts(numbers: NDArray[np.int64]) -> Starts:
 
 
 def _groups(numbers: NDArray[np.int64]) -> Starts:
-    """Gaps of each class that has changes, then their differences."""
+    """Group boundaries: the gaps of each class that has changes, then the differences of each."""
     own = numbers[numbers > 0]
     return _starts(np.concatenate([own, own]))
 
@@ -203,10 +203,10 @@ def _stack(tables: list[Table]) -> Tables:
 
 
 def _num_lanes(num_values: int) -> int:
-    """A power of two. Lanes are coded independently of each other, and each takes a few bytes."""
+    """The number of lanes, a power of two. Lanes are coded independently, and each costs a few bytes."""
     return min(_MAX_LANES, 1 << max(num_values // _VALUES_PER_LANE, 1).bit_length() - 1)
 
 
 def _aligned(data: memoryview) -> bytes:
-    """A copy, because words are read at even addresses."""
+    """A copy, since words must be read at even addresses."""
     return bytes(data)

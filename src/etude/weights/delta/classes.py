@@ -1,4 +1,4 @@
-"""Which words are expected to change equally often: ranges of exponents."""
+"""Classes of words that change about equally often: ranges of exponents."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from etude.weights.delta.symbols import Counts
 from etude.weights.delta.words import WordLayout
 
 MAX_CLASSES = 16
-"""That an update may have."""
+"""Most classes in the format."""
 _CHOSEN_CLASSES = 8
-"""That we write at most. Twice as many make updates 1 % smaller and take longer, both ways."""
+"""Most classes that the encoder uses. Twice as many make updates 1 % smaller, but slower to code."""
 _OVERHEAD_BITS = 96.0
-"""About what the tables of one more class take."""
+"""Approximate cost of the tables of one more class."""
 _SAMPLED = 1 << 16
-"""Words that populations are estimated from."""
+"""Words sampled to estimate populations."""
 _RUN = 64
-"""Sampled words that lie side by side."""
+"""Consecutive words per sample."""
 
 Words = NDArray[np.unsignedinteger]
 
 
 def choose_classes(words: Words, layout: WordLayout, changes: Counts) -> list[int]:
-    """Where each class begins, as exponents, the first at 0.
+    """The exponents at which classes begin, the first at 0.
 
-    `changes` [256, symbols]: how many words of each exponent changed, by the symbol of the difference. Starts
-    with one class per exponent and joins neighbours while that saves more than it costs.
+    `changes` [256, symbols]: number of changed words by exponent and symbol of the difference. Greedy: starts
+    with one class per exponent and joins neighbours while that saves bits.
     """
     sampled = _sample(words)
     counted = np.bincount((sampled & layout.key_mask) >> layout.key_shift, minlength=256).astype(np.float64)
@@ -59,13 +59,13 @@ def choose_classes(words: Words, layout: WordLayout, changes: Counts) -> list[in
 
 
 def _without(array: NDArray[np.float64], row: int) -> NDArray[np.float64]:
-    """The array with one row less, in the same memory: np.delete takes ten times as long."""
+    """Removes a row in place: np.delete takes ten times as long."""
     array[row:-1] = array[row + 1 :]
     return array[:-1]
 
 
 def _sample(words: Words) -> Words:
-    """Runs of words, evenly spread."""
+    """Runs of words at even distances."""
     stride = len(words) // _SAMPLED * _RUN
     if stride <= _RUN:
         return words
@@ -74,7 +74,7 @@ def _sample(words: Words) -> Words:
 
 
 def _cost(populations: NDArray[np.float64], symbols: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Bits of each class: which words changed, and by how much, and its tables."""
+    """Estimated bits of each class: positions of changes, differences and tables."""
     changed = symbols.sum(axis=1)
     positions = _bits(populations) - _bits(changed) - _bits(populations - changed)
     differences = _bits(changed) - _bits(symbols).sum(axis=1)

@@ -1,10 +1,10 @@
-"""The file format of weight updates, whatever their tensors' bytes mean.
+"""The file format of weight updates: frames of encoded tensors and a manifest.
 
     magic | frame of each tensor, one after another | manifest | its length | its BLAKE3 | magic
 
 The manifest is JSON in zstd: versions of target and base, and for each tensor its entry and its frame's size
-and hash. It comes last, so that an update can be written while it is made. Every byte is covered by a hash or
-compared with what it must be.
+and hash. It comes last, so that an update can be streamed while it is encoded. Every byte is covered by a
+hash or compared with its expected value.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ _MOST_MANIFEST_BYTES = 1 << 31
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """Where a tensor's bytes are within an update."""
+    """The encoded bytes of a tensor within an update."""
 
     size_bytes: int
     digest: str
-    """xxh3-64 of the frame, so that damage is found before anything is decoded."""
+    """xxh3-64 of the frame, which is checked before decoding."""
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateManifest:
-    """What an update consists of."""
+    """The manifest of an update file."""
 
     version: PolicyVersion
-    """What comes out, with its digest."""
+    """The resulting version, with its digest."""
     base: PolicyVersion | None
-    """What it applies to, with its digest; None for a full snapshot."""
+    """The base version, with its digest; None for a full snapshot."""
     tensors: tuple[TensorEntry, ...]
-    """Of the version that comes out, sorted by name."""
+    """Tensors of the resulting version, sorted by name."""
     frames: tuple[Frame, ...]
-    """One a tensor, in the same order."""
+    """One per tensor, in the same order."""
 
 
 def hash_frame(*parts: bytes | memoryview) -> str:
@@ -60,13 +60,13 @@ def hash_frame(*parts: bytes | memoryview) -> str:
 
 
 def pack_end(manifest: UpdateManifest) -> bytes:
-    """All that follows the frames."""
+    """Encodes everything after the frames."""
     packed = zstandard.compress(json.dumps(_to_json(manifest), separators=(",", ":")).encode())
     return packed + len(packed).to_bytes(_LENGTH_BYTES, "little") + blake3(packed).digest() + _END
 
 
 def read_update(update: bytes | memoryview) -> tuple[UpdateManifest, list[memoryview]]:
-    """The manifest and the frames, all of them checked against their hashes. Raises WeightUpdateError."""
+    """Reads the manifest and the frames, checked against their hashes. Raises WeightUpdateError."""
     data = memoryview(update).cast("B")
     try:
         manifest, end = _read_manifest(data)
@@ -85,7 +85,7 @@ def read_update(update: bytes | memoryview) -> tuple[UpdateManifest, list[memory
 
 
 def read_update_manifest(update: bytes | memoryview) -> UpdateManifest:
-    """Only the manifest, checked against its own hash. Raises WeightUpdateError."""
+    """Reads only the manifest, checked against its hash. Raises WeightUpdateError."""
     try:
         return _read_manifest(memoryview(update).cast("B"))[0]
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, zstandard.ZstdError) as error:
@@ -93,7 +93,7 @@ def read_update_manifest(update: bytes | memoryview) -> UpdateManifest:
 
 
 def damaged(problem: str, field: str = "update") -> WeightUpdateError:
-    """The error for bytes that are not what was written."""
+    """The error for damaged bytes."""
     return WeightUpdateError(
         f"the update is damaged: {problem}", field=field, fix="fetch it again, or the full snapshot"
     )

@@ -1,4 +1,4 @@
-"""What is done word by word or symbol by symbol, behind one interface."""
+"""The interface of the inner loops of delta coding, over words and symbols."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from etude.weights.delta.words import WordLayout
 
 Positions = NDArray[np.uint32]
 Starts = NDArray[np.int64]
-"""[groups + 1]: where each group begins in an array, and the end."""
+"""[groups + 1]: offsets of the groups in an array, and the end."""
 Tables = NDArray[np.uint16]
 """[groups, NUM_SYMBOLS]: frequencies of each group's symbols."""
 
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """Words that differ."""
+    """The words that differ between two arrays."""
 
     positions: Positions
     """Ascending."""
@@ -43,7 +43,7 @@ class Coded:
     """[lanes], a power of two: each lane's last state."""
     words: NDArray[np.uint16]
     bits: NDArray[np.uint8]
-    """Plain bits below the symbols, packed from the lowest on."""
+    """Raw bits that follow the symbols, packed from the lowest on."""
 
 
 class DeltaKernels(Protocol):

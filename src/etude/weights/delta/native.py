@@ -1,4 +1,4 @@
-"""The kernels in C: see `words.c` and `rans.c`."""
+"""The delta kernels in C: see `words.c` and `rans.c`."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from etude.weights.delta.words import WordLayout
 
 _I64 = ctypes.c_int64
 _LANES = 8
-"""Values that are decoded at a time, perhaps beyond the end of what is coded."""
+"""Values decoded at a time, possibly beyond the end of the input."""
 
 
 class _Scratch(threading.local):
-    """Memory that stays: first writes to fresh pages cost more than the work itself."""
+    """Reusable buffers: page faults on fresh memory would cost more than the work itself."""
 
     def __init__(self) -> None:
         self._held: dict[str, NDArray[Any]] = {}
 
     def take(self, name: str, count: int, dtype: type[np.generic]) -> NDArray[Any]:
-        """`count` values, uninitialised, that belong to the caller until the next call for `name`."""
+        """An uninitialised buffer of `count` values, valid until the next call for `name`."""
         held = self._held.get(name)
         if held is None or len(held) < count:
             held = self._held[name] = np.empty(count, dtype)

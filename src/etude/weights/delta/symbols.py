@@ -1,4 +1,4 @@
-"""Numbers as symbols and plain bits, so that few symbols cover 32 bits."""
+"""Splits 32-bit values into entropy-coded symbols and raw bits, so that few symbols suffice."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 NUM_SYMBOLS = 128
-"""Size of tables; the last of them are never used."""
+"""Size of tables; the last entries are unused."""
 LAST_SYMBOL = 123
-"""That of values from 7 * 2^29 on."""
+"""The symbol of values from 7 * 2^29 on."""
 _DIRECT = 8
 
 Values = NDArray[np.uint32]
@@ -16,7 +16,7 @@ Counts = NDArray[np.int64]
 
 
 def symbols_of(values: Values) -> NDArray[np.int64]:
-    """Below 8 each value is a symbol of its own; above, four symbols share an octave."""
+    """Symbols of values: below 8 each value is a symbol; above, each octave has four symbols."""
     wide = values.astype(np.float64)  # exact: its exponent is the position of the highest bit
     octave = np.frexp(np.maximum(wide, _DIRECT))[1].astype(np.int64) - 1
     quarter = (values.astype(np.int64) >> (octave - 2)) & 3
@@ -24,7 +24,7 @@ def symbols_of(values: Values) -> NDArray[np.int64]:
 
 
 def widths_of(symbols: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Plain bits that follow each symbol."""
+    """Number of raw bits after each symbol."""
     return np.where(symbols < _DIRECT, 0, (symbols - _DIRECT) // 4 + 1)
 
 

@@ -1,4 +1,4 @@
-"""Frequencies of symbols: of a geometric distribution, which one byte names, or counted and written out."""
+"""Symbol frequency tables: geometric distributions, given by one byte, or explicit counts."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ from etude.weights.delta.variable import Reader, Writer
 
 SCALE_BITS = 12
 SCALE = 1 << SCALE_BITS
-"""What the frequencies of a table sum to."""
+"""Sum of the frequencies of a table."""
 
 Frequencies = NDArray[np.uint16]
 
 _TWICE_THE_MEANS = least_of(np.arange(NUM_SYMBOLS)) + least_of(np.arange(1, NUM_SYMBOLS + 1)) - 1
-"""Of the values of each symbol."""
+"""Twice the mean value of each symbol."""
 
 _EXPLICIT = 0
 NUM_LEVELS = 112
-"""Mean gaps of up to 2^28 words."""
+"""For mean gaps of up to 2^28 words."""
 _FIXED_BITS = 60
 _QUARTER_OCTAVES = (1 << _FIXED_BITS, 969487560292816559, 815238614083298888, 685531228159052438)
-"""2^-(0, 1/4, 1/2, 3/4), in fixed point: whole numbers give the same tables on every machine."""
+"""2^-(0, 1/4, 1/2, 3/4) in fixed point: integers give the same tables on every machine."""
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Frequencies, and how they are written for the decoder."""
+    """Frequencies, and their encoding for the decoder."""
 
     frequencies: Frequencies
     """[NUM_SYMBOLS]"""
     level: int | None
-    """Of a geometric distribution; None where the frequencies themselves are written."""
+    """Parameter of a geometric distribution; None if the frequencies are written explicitly."""
 
     def write(self, writer: Writer) -> None:
-        """The shortest description."""
+        """Writes the shortest encoding."""
         last = int(np.flatnonzero(self.frequencies)[-1])
         if self.level is not None:
             writer.byte(1 + self.level)
@@ -52,7 +52,7 @@ class Table:
 
 
 def read_table(reader: Reader) -> Table:
-    """The reverse of `Table.write`. Raises ValueError for what no table can be."""
+    """The reverse of `Table.write`. Raises ValueError for malformed tables."""
     kind, last = reader.byte(), reader.byte()
     if kind > NUM_LEVELS or last > LAST_SYMBOL:
         raise ValueError("no such table")
@@ -67,12 +67,12 @@ def read_table(reader: Reader) -> Table:
 
 
 def counted_table(counts: Counts) -> Table:
-    """The table of what was counted, [NUM_SYMBOLS], not all zero."""
+    """The explicit table for `counts` [NUM_SYMBOLS], not all zero."""
     return Table(_normalise(counts), None)
 
 
 def gap_table(counts: Counts) -> Table:
-    """The cheaper of a geometric table and one that is written out, for gaps of which `counts` were seen.
+    """The cheaper of a geometric and an explicit table for gaps with these `counts`.
 
     Changes that are independent of each other leave geometric gaps; those of embeddings come in clusters.
     """
@@ -87,14 +87,14 @@ def gap_table(counts: Counts) -> Table:
 
 
 def code_bits(counts: Counts, frequencies: Frequencies) -> float:
-    """Bits that so many symbols take under a table."""
+    """Coded size of these symbol counts under a table, in bits."""
     used = counts > 0
     return float(counts[used] @ (SCALE_BITS - np.log2(frequencies[used].astype(np.float64))))
 
 
 @functools.lru_cache(maxsize=4096)
 def geometric_frequencies(level: int, last: int) -> Frequencies:
-    """Of the gaps before changes of probability 2^(-level/4), up to the symbol `last`."""
+    """Frequencies of the gaps before changes of probability 2^(-level/4), up to the symbol `last`."""
     probability = _QUARTER_OCTAVES[level % 4] >> (level // 4)
     stay = (1 << _FIXED_BITS) - probability
     bounds = least_of(np.arange(last + 2)).tolist()
@@ -108,7 +108,7 @@ def geometric_frequencies(level: int, last: int) -> Frequencies:
 
 
 def _power(base: int, exponent: int) -> int:
-    """In fixed point, rounded down at each step."""
+    """Power in fixed point, rounded down at each step."""
     result = 1 << _FIXED_BITS
     while exponent:
         if exponent & 1:
@@ -119,11 +119,11 @@ def _power(base: int, exponent: int) -> int:
 
 
 def _normalise(counts: Counts) -> Frequencies:
-    """Frequencies that sum to SCALE, none of them 0 that was counted. Whole numbers only."""
+    """Scales counts to frequencies that sum to SCALE, nonzero where the count is. Integer arithmetic only."""
     total = int(counts.sum())
     scaled = np.where(counts > 0, np.maximum(counts * SCALE // total, 1), 0)
     while (excess := int(scaled.sum()) - SCALE) != 0:
         largest = int(np.argmax(scaled))
-        # Take no more than half from one symbol: with many rare ones, several must give.
+        # Take at most half from one symbol: with many rare symbols, several must be reduced.
         scaled[largest] -= min(excess, int(scaled[largest]) // 2) if excess > 0 else excess
     return scaled.astype(np.uint16)

@@ -1,4 +1,4 @@
-"""Updates of whole models, tensor by tensor, in parallel, with a bounded number of tensors in memory."""
+"""Encoding and applying updates of whole models: tensors in parallel, with bounded memory."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ from etude.weights.delta.words import layout_of
 from etude.weights.manifest import bytes_of, describe_tensor, digest_entries, dtype_name, hash_tensor
 
 KernelChoice = Literal["auto", "native", "numpy"]
-"""`auto`: native code where a C compiler is found, else numpy. What they write is the same."""
+"""`auto`: native code if a C compiler is found, else numpy. Both write the same bytes."""
 
 
 @functools.cache
 def choose_kernels(choice: KernelChoice = "auto") -> DeltaKernels:
-    """Raises ResourceError for `native` without a C compiler."""
+    """The kernels of a choice. Raises ResourceError for `native` without a C compiler."""
     if choice == "numpy":
         return VectorisedKernels()
     try:
@@ -67,11 +67,11 @@ def encode_update(
     workers: int = 1,
     kernels: KernelChoice = "auto",
 ) -> bytes:
-    """What makes `target` of `base`, bit for bit, in as few bytes as we know how to.
+    """Encodes a compact update from which `apply_update` makes `target` from `base`, bit for bit.
 
-    Tensors may be of any type and on any device. Those of one name and shape are compared; others are packed
-    whole, as all of them are where `base` is None. `version` and `base_version` name the two; digests are
-    filled in. `overwrite`: about three times as large, and may be applied twice, or half and again.
+    Tensors may be of any type and on any device. Those of equal name and shape are encoded as differences;
+    others are packed whole, as are all if `base` is None. `version` and `base_version` name the two; digests
+    are filled in. `overwrite`: about three times as large, but may be applied twice, or again after an abort.
     """
     stream = io.BytesIO()
     write_update(
@@ -92,8 +92,8 @@ def write_update(
     workers: int = 1,
     kernels: KernelChoice = "auto",
 ) -> UpdateManifest:
-    """See encode_update; writes while it encodes. `target` is asked once for each tensor, in the order of
-    names, so it may fetch them one by one. A `base_version` that carries its digest is believed."""
+    """Like `encode_update`, but streams while encoding. `target` is read once per tensor, in the order of
+    names, so it may load them lazily. A digest in `base_version` is trusted."""
     chosen = choose_kernels(kernels)
     held = base or {}
 
@@ -135,13 +135,13 @@ def apply_update(
     workers: int = 1,
     kernels: KernelChoice = "auto",
 ) -> dict[str, Tensor]:
-    """The tensors that `update` was made for, on the CPU, each checked against its hash.
+    """Applies an update: the resulting tensors, on the CPU, each checked against its hash.
 
-    `base` is not changed. `out`: tensors to fill where name, type and shape fit, such as those of the version
-    before the base: fresh memory costs more than decoding. With `out=base` an update is applied in place;
-    then an error leaves neither version, except with one that overwrites, which may be applied again.
+    `base` is not changed. `out`: tensors to reuse where name, type and shape fit, such as those of the
+    version before the base: fresh memory costs more than decoding. With `out=base` an update is applied in
+    place; an error then leaves neither version intact, but an `overwrite` update may be applied again.
 
-    Raises WeightUpdateError for another base, and for damage anywhere.
+    Raises WeightUpdateError for a wrong base or any damage.
     """
     manifest, frames = read_update(update)
     chosen = choose_kernels(kernels)
@@ -166,7 +166,7 @@ def apply_update(
 def _encode_tensor(
     base: Tensor | None, target: Tensor, kernels: DeltaKernels, *, overwrite: bool
 ) -> list[bytes]:
-    """The parts of its frame."""
+    """The frame of a tensor, in pieces."""
     if base is not None and (base.dtype != target.dtype or base.shape != target.shape):
         base = None
     layout, after = layout_of(target.dtype), _words(target)
@@ -202,7 +202,7 @@ def _words(tensor: Tensor) -> Words:
 
 
 def _make_tensor(entry: TensorEntry, spare: Tensor | None) -> Tensor:
-    """`spare` where it fits, else a new one."""
+    """`spare` if it fits, else a new tensor."""
     dtype = getattr(torch, entry.dtype, None)
     if not isinstance(dtype, torch.dtype):
         raise WeightUpdateError("unknown type of numbers", field=entry.name, received=entry.dtype)
@@ -219,7 +219,7 @@ def _make_tensor(entry: TensorEntry, spare: Tensor | None) -> Tensor:
 def _mismatch(
     manifest: UpdateManifest, base: Mapping[str, Tensor] | None, name: str, problem: str
 ) -> WeightUpdateError:
-    """Another base, or damage: seen by the base's digest, which nobody computes while all is well."""
+    """The error for a wrong base or for damage, distinguished by the base's digest (only computed here)."""
     if manifest.base is None:
         return damaged(problem, field=name)
     entries = [describe_tensor(own, tensor) for own, tensor in sorted((base or {}).items())]
@@ -234,7 +234,7 @@ def _mismatch(
 
 
 def _in_parallel(work: Callable[[Item], Result], items: Iterable[Item], workers: int) -> Iterator[Result]:
-    """Results in order, with at most two items a worker under way: memory stays bounded."""
+    """Results in order, with at most two items per worker in flight, which bounds memory."""
     if workers <= 1:
         yield from map(work, items)
         return

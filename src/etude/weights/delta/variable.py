@@ -1,10 +1,10 @@
-"""Bytes and numbers of variable length (LEB128), written and read one after another."""
+"""Sequential writer and reader of bytes and variable-length numbers (LEB128)."""
 
 from __future__ import annotations
 
 
 def pack_number(value: int) -> bytes:
-    """A whole number >= 0: seven bits a byte, lowest first."""
+    """Encodes an integer >= 0: seven bits per byte, lowest first."""
     packed = bytearray()
     while value > 0x7F:
         packed.append(value & 0x7F | 0x80)
@@ -28,16 +28,16 @@ class Writer:
         self._parts += pack_number(value)
 
     def raw(self, data: bytes | memoryview) -> None:
-        """Bytes whose number the reader knows."""
+        """Appends bytes, whose number the reader must know."""
         self._parts += data
 
     def finish(self) -> bytes:
-        """All that was written."""
+        """All bytes written."""
         return bytes(self._parts)
 
 
 class Reader:
-    """Reads what a Writer wrote. Raises ValueError where bytes are missing."""
+    """Reads the output of a Writer. Raises ValueError if bytes are missing."""
 
     def __init__(self, data: memoryview) -> None:
         """`data`: bytes, format `B`."""
@@ -46,7 +46,7 @@ class Reader:
 
     @property
     def left(self) -> int:
-        """Bytes not yet read."""
+        """Number of unread bytes."""
         return len(self._data) - self._at
 
     def byte(self) -> int:
@@ -65,7 +65,7 @@ class Reader:
                 raise ValueError("a number is too long")
 
     def raw(self, count: int) -> memoryview:
-        """The next `count` bytes, not copied."""
+        """The next `count` bytes, without a copy."""
         if count > self.left:
             raise ValueError("the end is missing")
         self._at += count

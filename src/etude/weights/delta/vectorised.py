@@ -1,4 +1,4 @@
-"""The kernels in numpy, for machines without a C compiler: tens of times as slow, and equal bit for bit."""
+"""The delta kernels in numpy, for machines without a C compiler: tens of times slower, bit-identical."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class VectorisedKernels:
         return counts.reshape(-1, NUM_SYMBOLS)
 
     def encode(self, values: Values, starts: Starts, tables: Tables, lanes: int) -> Coded:
-        """See DeltaKernels.encode. A row of lanes at a time, from the last to the first."""
+        """See DeltaKernels.encode. Processes a row of lanes at a time, from the last to the first."""
         symbols = symbols_of(values)
         groups = np.repeat(np.arange(len(starts) - 1), np.diff(starts))
         frequencies = tables.astype(np.int64)[groups, symbols]
@@ -89,7 +89,7 @@ class VectorisedKernels:
         return Coded(states.astype(np.uint32), words, _pack(values.astype(np.int64), widths_of(symbols)))
 
     def decode(self, coded: Coded, starts: Starts, tables: Tables) -> Values:
-        """See DeltaKernels.decode. A row of lanes at a time."""
+        """See DeltaKernels.decode. Processes a row of lanes at a time."""
         total, lanes = int(starts[-1]), len(coded.states)
         groups = np.repeat(np.arange(len(starts) - 1), np.diff(starts))
         if (tables.sum(axis=1, dtype=np.int64) != SCALE).any():
@@ -118,7 +118,7 @@ class VectorisedKernels:
 def _classes(
     base: Words, layout: WordLayout, thresholds: list[int], starts: Starts
 ) -> list[tuple[NDArray[np.int64], int, int]]:
-    """Of each class that has changes: its members' positions, and its part of the changes."""
+    """For each class that has changes: the positions of its members, and its slice of the changes."""
     keys = (base & layout.key_mask) >> layout.key_shift
     belongs = np.searchsorted(np.array(thresholds), keys, side="right") - 1
     return [
@@ -140,12 +140,12 @@ def _stepped(before: Words, differences: Values) -> Words:
 
 
 def _before(tables: Tables) -> Counts:
-    """Sum of the frequencies before each symbol's."""
+    """Cumulative frequency before each symbol."""
     return np.cumsum(tables, axis=1, dtype=np.int64) - tables
 
 
 def _pack(values: NDArray[np.int64], widths: NDArray[np.int64]) -> NDArray[np.uint8]:
-    """The lowest bits of each value, one after another."""
+    """Packs the lowest bits of each value, one after another."""
     ends = np.cumsum(widths)
     within = np.arange(int(ends[-1]) if len(ends) else 0) - np.repeat(ends - widths, widths)
     return np.packbits((np.repeat(values, widths) >> within & 1).astype(np.uint8), bitorder="little")

@@ -1,4 +1,4 @@
-"""How a data type's bytes are read: words, and the part of a word that foretells whether it will change."""
+"""Words of data types, and the bits of a word that predict whether it changes: its exponent."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class WordLayout:
-    """Words of one data type.
+    """Layout of the words of one data type.
 
     Whether a step of the optimiser changes a number depends first of all on its exponent: the same update
     reaches the next representable value of a small number and not of a large one.
     """
 
     size_bytes: int
-    """Of a word: 1, 2 or 4. Larger numbers are taken as several words."""
+    """Size of a word: 1, 2 or 4. Larger numbers are split into several words."""
     key_mask: int
     """Exponent and what is below it; 0 where a word has no exponent."""
     key_shift: int
@@ -36,7 +36,7 @@ _MANTISSA_BITS = {
 
 
 def layout_of(dtype: torch.dtype) -> WordLayout:
-    """Quantised bytes, integers and numbers of 8 bytes and more have no exponent here."""
+    """The layout of a type. Quantised bytes, integers and numbers of 8 or more bytes have no exponent."""
     size = min(dtype.itemsize, 4)
     mantissa_bits = _MANTISSA_BITS.get(dtype)
     if mantissa_bits is None:
