@@ -73,23 +73,21 @@ class Engine:
         Raises ConfigError if there are too few pages for one session, for sessions beyond the model's
         positions, or for a cache that kernels cannot read."""
         num_pages = count_pages(config, num_sessions, max_tokens, num_pages)
-        torch_device, weight_dtype = torch.device(device), torch.float32
+        target, dtype = torch.device(device), torch.float32
         if kernels == "gpu" and native_weights == "bfloat16":
-            weight_dtype = torch.bfloat16
-        computed = "bfloat16" if weight_dtype == torch.bfloat16 else "float32"
+            dtype = torch.bfloat16
+        computed = "bfloat16" if dtype == torch.bfloat16 else "float32"
         kv_dtype: torch.dtype = getattr(torch, cache_type(cache_dtype, kernels, computed))
         self.counters = EngineCounters()
-        self._cache = PagedCache(config, num_pages, torch_device, kv_dtype)
-        layers, drafter = _open_drafts(drafts, self._cache, num_sessions, torch_device, kv_dtype)
+        self._cache = PagedCache(config, num_pages, target, kv_dtype)
+        layers, drafter = _open_drafts(drafts, self._cache, num_sessions, target, kv_dtype)
 
         def make_forward(model: LanguageModel, drafts: DraftLayers | None) -> ForwardPass:
             if kernels == "native":
                 return NativeForward(model, self._cache, native_threads, native_weights, drafts)
             return (GpuForward if kernels == "gpu" else EagerForward)(model, self._cache, drafts=drafts)
 
-        self._weights = DoubleWeights(
-            config, vocab_size, make_forward, torch_device, weight_dtype, layers, keep_spare
-        )
+        self._weights = DoubleWeights(config, vocab_size, make_forward, target, dtype, layers, keep_spare)
         num_drafts, cost = (0, None) if drafts is None else (drafts.num_drafts, None)
         if drafts is not None and drafts.adaptive:
             cost = step_cost(kernels, self.model, layers)
@@ -333,8 +331,7 @@ class Engine:
                 self._scheduler.start(row, request, self._adapter_of(request))
 
     def _assign_row(self, session_id: str) -> int | None:
-        """A row for a new session: an unused one, or that of an idle session, which is closed, if no request
-        is in flight. None otherwise."""
+        """A row for a new session: unused, or that of an idle session if no request is in flight; or None."""
         sequences = self._sequences
         if sequences.is_full:
             queued = self._queue

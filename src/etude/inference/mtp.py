@@ -122,7 +122,7 @@ class MtpDrafter:
         if not wanted.any():
             return
         self._reset_older_requests(plan.members, sequences)
-        rows, hidden = self._accepted_positions(plan, hidden, sequences)
+        rows, hidden = self._valid_rows(plan, hidden, sequences)
         drafting = self._choose(plan, rows, sequences, wanted)
         hidden = self._compute_positions(plan, rows, hidden, drafting, runner, sequences)
         first = drafting.with_room(self._depth - 1)
@@ -164,9 +164,7 @@ class MtpDrafter:
             self._carried = CarriedStates(self._depth, hidden, counts, ends)
         return self._carried
 
-    def _accepted_positions(
-        self, plan: StepPlan, hidden: Tensor, sequences: Sequences
-    ) -> tuple[StepRows, Tensor]:
+    def _valid_rows(self, plan: StepPlan, hidden: Tensor, sequences: Sequences) -> tuple[StepRows, Tensor]:
         """The valid positions of the step, as slots, and their hidden states."""
         starts, firsts = plan.rows.starts, np.cumsum(plan.rows.counts) - plan.rows.counts
         counts = sequences.computed[plan.members] - starts

@@ -246,7 +246,7 @@ class Stepper:
         sequences.length[plain] += 1
         taken = zip(*(x[special].tolist() for x in (rows, firsts, num_valid)), strict=True)
         answers = (
-            self._append_tokens(row, tokens[at : at + num].tolist(), alternatives[at : at + num])
+            self._extend(row, tokens[at : at + num].tolist(), alternatives[at : at + num])
             for row, at, num in taken
         )
         return [answer for answer in answers if answer is not None]
@@ -263,9 +263,7 @@ class Stepper:
         by_draw = dict(zip(asked, given, strict=True))
         return [by_draw.get(n) for n in range(len(params))]
 
-    def _append_tokens(
-        self, row: int, tokens: list[int], alternatives: list[Alternatives | None]
-    ) -> Answer | None:
+    def _extend(self, row: int, tokens: list[int], alternatives: list[Alternatives | None]) -> Answer | None:
         """Appends tokens to the session in `row`, up to one that ends the request. Returns the answer that is
         due: the last one, or a chunk of a streaming request; else None."""
         sequences, state = self._sequences, self._sequences.states[row]

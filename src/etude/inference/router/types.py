@@ -50,8 +50,7 @@ class RoutingConfig:
     expected_session_tokens: float = 600.0
     """Prior of the work of a session."""
     learn_rates: bool = True
-    """Whether to measure token rates, and weight the work of slower replicas more. Off unless the clock is
-    wall time."""
+    """Whether to weight the work of slower replicas more, by measured token rates. Needs wall time."""
     session_idle_s: float = 1800.0
     """Idle time after which a session is considered closed."""
     max_sessions: int = 100_000

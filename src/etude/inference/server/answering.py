@@ -59,8 +59,7 @@ class Job:
     async def sample(
         self, sampler: Sampler, pool: str, within_s: float, emit: Callable[[Event], None]
     ) -> None:
-        """Samples to the end, emitting events, the last an `Ended`. Raises SamplerError, and what the sampler
-        raises."""
+        """Samples to the end and emits events, an `Ended` last. Raises SamplerError, or as the sampler."""
         session_id = next(_SESSIONS)
         sampler.open(session_id)
         is_finished = False

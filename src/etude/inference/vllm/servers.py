@@ -49,8 +49,7 @@ class VllmServer(Protocol):
     """Whether `start` loads the given weights; otherwise the server's weights are unknown."""
 
     async def start(self, directory: Path) -> str:
-        """Starts the server with the weights in `directory`; returns its URL once it is healthy. Raises
-        SamplerError; then no process is left."""
+        """Starts it with the weights in `directory`; its URL once healthy. On SamplerError nothing runs."""
         ...
 
     async def stop(self) -> None:

@@ -83,6 +83,9 @@ class OpenAnswer:
     guard: EventGuard = field(default_factory=EventGuard)
 
 
+_Attempts = set[asyncio.Task[OpenAnswer | None]]
+
+
 class Proxy:
     """The router's state in one process: policy, health, connections, counters."""
 
@@ -129,12 +132,12 @@ class Proxy:
         Raises NoReplicaError if none could be tried, ReplicaLostError after failures, ReplicaSlowError,
         UserError for headers that cannot be forwarded.
         """
-        outgoing = _Outgoing(method, target, _sendable(headers), body)
+        call = _Call(method, target, _sendable(headers), body)
         failed: dict[str, str] = {}
         refusal: OpenAnswer | None = None
         for attempt in range(self.config.limits.attempts):
             try:
-                opened = await self._attempt_hedged(request, attempt, outgoing, failed)
+                opened = await self._attempt_hedged(request, attempt, call, failed)
             except NoReplicaError:
                 if refusal is not None:
                     return refusal
@@ -156,18 +159,18 @@ class Proxy:
         )
 
     async def _attempt_hedged(
-        self, request: RouteRequest, attempt: int, outgoing: _Outgoing, failed: dict[str, str]
+        self, request: RouteRequest, attempt: int, call: _Call, failed: dict[str, str]
     ) -> OpenAnswer | None:
         """One attempt; if it is slow and hedging is enabled, a second one in parallel."""
         attempted = replace(request, id=f"{request.id}.{2 * attempt}")
         name = self.router.begin(attempted, time.monotonic(), failed)
-        first = asyncio.create_task(self._attempt(attempted, name, outgoing, failed))
+        first = asyncio.create_task(self._attempt(attempted, name, call, failed))
         tasks = {first}
         try:
             if self.config.limits.hedge_after_s:
                 await asyncio.wait(tasks, timeout=self.config.limits.hedge_after_s)
                 if not first.done():
-                    tasks |= self._hedge(request, attempt, name, outgoing, failed)
+                    tasks |= self._hedge(request, attempt, name, call, failed)
             chosen = await _first_opened(tasks)
             await self._end_attempts(tasks, chosen)
         except BaseException:  # the client has left: the chosen answer is discarded too
@@ -175,9 +178,7 @@ class Proxy:
             raise
         return chosen
 
-    async def _end_attempts(
-        self, tasks: set[asyncio.Task[OpenAnswer | None]], chosen: OpenAnswer | None
-    ) -> None:
+    async def _end_attempts(self, tasks: _Attempts, chosen: OpenAnswer | None) -> None:
         """Cancels attempts, and discards the answers that they have opened, except `chosen`."""
         for task in tasks:
             task.cancel()
@@ -186,27 +187,25 @@ class Proxy:
                 await self.discard(result)
 
     def _hedge(
-        self, request: RouteRequest, attempt: int, busy: str, outgoing: _Outgoing, failed: dict[str, str]
-    ) -> set[asyncio.Task[OpenAnswer | None]]:
+        self, request: RouteRequest, attempt: int, busy: str, call: _Call, failed: dict[str, str]
+    ) -> _Attempts:
         # Without the session, which stays where its prefix is cached, whichever attempt wins.
         attempted = replace(request, id=f"{request.id}.{2 * attempt + 1}", session=None)
         with suppress(NoReplicaError):
             name = self.router.begin(attempted, time.monotonic(), {busy, *failed})
             self.metrics.count("etude_router_hedges")
-            return {asyncio.create_task(self._attempt(attempted, name, outgoing, failed))}
+            return {asyncio.create_task(self._attempt(attempted, name, call, failed))}
         return set()
 
     async def _attempt(
-        self, request: RouteRequest, name: str, outgoing: _Outgoing, failed: dict[str, str]
+        self, request: RouteRequest, name: str, call: _Call, failed: dict[str, str]
     ) -> OpenAnswer | None:
         """Opens one replica's answer; None if it failed before it began, which is then recorded."""
-        url = self.addresses[name].url.rstrip("/") + outgoing.target
+        url = self.addresses[name].url.rstrip("/") + call.target
         answer: Answer | None = None
         opened: OpenAnswer | None = None
         try:
-            answer = await self.http.open(
-                outgoing.method, url, headers=outgoing.headers, content=outgoing.body
-            )
+            answer = await self.http.open(call.method, url, headers=call.headers, content=call.body)
             opened = await self._begin(request, name, answer)
         except SilentServerError as error:
             self._fail(name, error)
@@ -315,8 +314,8 @@ class Proxy:
 
 
 @dataclass(frozen=True, slots=True)
-class _Outgoing:
-    """A request as forwarded to a replica."""
+class _Call:
+    """The HTTP request that is forwarded to a replica."""
 
     method: str
     target: str
@@ -328,7 +327,7 @@ def _sendable(headers: RawHeaders) -> RawHeaders:
     return [*((k, v) for k, v in headers if k not in _DROPPED), (b"accept-encoding", b"identity")]
 
 
-async def _first_opened(tasks: set[asyncio.Task[OpenAnswer | None]]) -> OpenAnswer | None:
+async def _first_opened(tasks: _Attempts) -> OpenAnswer | None:
     """The first attempt that opens an answer; None if all failed. Raises the last attempt's exception."""
     pending, error = set(tasks), None
     while pending:
