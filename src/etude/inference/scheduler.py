@@ -117,7 +117,7 @@ class Scheduler:
     # ---- one step -------------------------------------------------------------------------------
 
     def plan(self) -> StepPlan | None:
-        """What the next step computes; None if nothing can be computed."""
+        """Plans the next step; None if nothing can be computed."""
         self.pages.clock += 1
         self._admit_waiting()
         sequences = self.sequences

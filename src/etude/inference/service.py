@@ -34,7 +34,7 @@ from etude.inference.engine import Engine
 from etude.inference.requests import already_open, not_open
 from etude.inference.scorer import Scorer
 from etude.inference.sequences import Answer
-from etude.inference.tickets import Reply, Ticket, TicketLine
+from etude.inference.tickets import Reply, Ticket, TicketQueue
 from etude.inference.times import EngineCounters, EngineLoad, ServiceTimes
 from etude.inference.turns import EngineTurns
 from etude.kit.tasks import finish_in_thread
@@ -59,7 +59,7 @@ class EngineService:
         self.times = ServiceTimes()
         self._fetch_weights = fetch_weights
         self._delay_steps = delay_steps
-        self._tickets = TicketLine(delay_steps)
+        self._tickets = TicketQueue(delay_steps)
         self._in_flight: dict[str, str] = {}
         """Session -> its request, from stream() until the last answer."""
         self._replies: dict[str, Reply] = {}
@@ -211,7 +211,7 @@ class EngineService:
     async def release_memory(self) -> None:
         """See Engine.release_memory. Waits for sessions that are being closed."""
         async with self._scorer.weights_lock:
-            if not self._tickets.any_away and not self._in_flight and self._failure is None:
+            if not self._tickets.any_outstanding and not self._in_flight and self._failure is None:
                 await self._idle.wait()
             await self._turns.wait_until_free()
             self.engine.release_memory()

@@ -158,7 +158,7 @@ class Stepper:
     def _decode(
         self, plan: StepPlan, num_steps: int, compute: NativeForward, wanted: NDArray[np.int64]
     ) -> list[Answer]:
-        """Up to `num_steps` steps of the plan's members [S], which all decode, in one call, with up to
+        """Runs up to `num_steps` steps of the plan's members [S], which all decode, in one call, with up to
         `wanted` [S] drafts in each."""
         sequences, members, most_drafts = self._sequences, plan.members, int(wanted.max())
         drafter = self._drafter if most_drafts else None

@@ -34,14 +34,14 @@ class Ticket:
 
     session_id: str
     due_step: int
-    beside: str | None = None
+    parent: str | None = None
     """The session that this one was forked from, until it has a request of its own."""
     request: SampleRequest | None = None
     reply: Reply | None = None
     returned: asyncio.Event = field(default_factory=asyncio.Event)
 
 
-class TicketLine:
+class TicketQueue:
     """Tickets of the open sessions without a request in the engine, in the order in which they are due."""
 
     def __init__(self, delay_steps: int | None) -> None:
@@ -49,65 +49,65 @@ class TicketLine:
         self.clock = 0
         """Engine steps so far, including those skipped by `skip_to_due`."""
         self._delay_steps = delay_steps
-        self._line: deque[Ticket] = deque()
-        self._away: dict[str, Ticket] = {}
+        self._queue: deque[Ticket] = deque()
+        self._outstanding: dict[str, Ticket] = {}
         """Tickets of the sessions that have not returned, by session."""
 
     def __len__(self) -> int:
-        return len(self._line)
+        return len(self._queue)
 
     def __iter__(self) -> Iterator[Ticket]:
-        return iter(self._line)
+        return iter(self._queue)
 
     def __contains__(self, session_id: str) -> bool:
         """Whether the session has not returned."""
-        return session_id in self._away
+        return session_id in self._outstanding
 
     @property
-    def any_away(self) -> bool:
+    def any_outstanding(self) -> bool:
         """Whether any session has not returned."""
-        return bool(self._away)
+        return bool(self._outstanding)
 
     @property
     def due(self) -> Ticket | None:
         """The first ticket, if it is due."""
-        return self._line[0] if self._line and self._line[0].due_step <= self.clock else None
+        return self._queue[0] if self._queue and self._queue[0].due_step <= self.clock else None
 
     @property
     def steps_until_due(self) -> int | None:
         """Steps until the next ticket is due; None without tickets or delay."""
-        if not self._line or self._delay_steps is None:
+        if not self._queue or self._delay_steps is None:
             return None
-        return max(1, self._line[0].due_step - self.clock)
+        return max(1, self._queue[0].due_step - self.clock)
 
     def skip_to_due(self) -> None:
         """Advances the clock to the step at which the first ticket is due."""
-        self.clock = max(self.clock, self._line[0].due_step)
+        self.clock = max(self.clock, self._queue[0].due_step)
 
     def issue(self, session_id: str) -> Ticket:
         """Issues a ticket to a session that is opened, or whose request has ended."""
-        ticket = self._away[session_id] = Ticket(session_id, self._due_step())
-        self._line.append(ticket)
+        ticket = self._outstanding[session_id] = Ticket(session_id, self._due_step())
+        self._queue.append(ticket)
         return ticket
 
     def issue_after(self, session_id: str, other: str) -> bool:
         """Issues a ticket that is due together with that of `other`, after earlier ones of this kind; returns
         False, without doing anything, if `other` has no ticket or has returned."""
-        beside = self._away.get(other)
-        if beside is None:
+        parent = self._outstanding.get(other)
+        if parent is None:
             return False
-        ticket = self._away[session_id] = Ticket(session_id, beside.due_step, other)
-        place = self._line.index(beside) + 1
-        while place < len(self._line) and self._line[place].beside == other:
+        ticket = self._outstanding[session_id] = Ticket(session_id, parent.due_step, other)
+        place = self._queue.index(parent) + 1
+        while place < len(self._queue) and self._queue[place].parent == other:
             place += 1
-        self._line.insert(place, ticket)
+        self._queue.insert(place, ticket)
         return True
 
     def mark_returned(
         self, session_id: str, request: SampleRequest | None = None, reply: Reply | None = None
     ) -> bool:
         """The session has returned: with a request, or None to be closed. False if it has no open ticket."""
-        ticket = self._away.pop(session_id, None)
+        ticket = self._outstanding.pop(session_id, None)
         if ticket is None:
             return False
         ticket.request, ticket.reply = request, reply
@@ -118,24 +118,24 @@ class TicketLine:
         """Takes the request back: the session has not returned. The reply that waited for the answer."""
         reply, ticket.request, ticket.reply = ticket.reply, None, None
         ticket.returned.clear()
-        self._away[ticket.session_id] = ticket
+        self._outstanding[ticket.session_id] = ticket
         return reply
 
     def find(self, request_id: str) -> Ticket | None:
         """The ticket that was returned with this request."""
-        for ticket in self._line:
+        for ticket in self._queue:
             if ticket.request is not None and ticket.request.id == request_id:
                 return ticket
         return None
 
     def pop_due(self) -> Ticket:
         """Removes and returns the first ticket."""
-        return self._line.popleft()
+        return self._queue.popleft()
 
     def pop_returned(self) -> list[Ticket]:
         """Removes and returns the tickets of all sessions that have returned."""
-        returned = [ticket for ticket in self._line if ticket.returned.is_set()]
-        self._line = deque(ticket for ticket in self._line if not ticket.returned.is_set())
+        returned = [ticket for ticket in self._queue if ticket.returned.is_set()]
+        self._queue = deque(ticket for ticket in self._queue if not ticket.returned.is_set())
         return returned
 
     def _due_step(self) -> int:

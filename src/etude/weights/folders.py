@@ -134,7 +134,7 @@ class DirectoryFolder:
         path = self._root / name
         with _named(str(path)):
             path.unlink(missing_ok=True)
-            with contextlib.suppress(OSError):  # not empty, or gone
+            with contextlib.suppress(OSError):  # not empty, or removed already
                 path.parent.rmdir()
 
     def sweep(self, prefix: str) -> None:

@@ -29,9 +29,9 @@ class RelayCounters:
     """Traffic of a relay."""
 
     fetched_bytes: int = 0
-    """From the store."""
+    """Bytes fetched from the store."""
     served_bytes: int = 0
-    """To readers."""
+    """Bytes served to readers."""
     damaged: int = 0
     """Files that arrived or were cached damaged, and were fetched again."""
 

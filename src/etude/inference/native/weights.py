@@ -218,7 +218,7 @@ class NativeAdapter:
         """`pairs`: by the names of the weights of `model`."""
         self.rank = max(right.shape[-2] for _, right in pairs.values())
         self.weights: dict[tuple[int, str], _Packed] = {}
-        """By layer and kind."""
+        """Packed factors, by layer and kind of weight."""
         for name, (left, right) in pairs.items():
             layer, place = name.removeprefix("blocks.").split(".", 1)
             block, last = cast(Block, model.blocks[int(layer)]), place.rpartition(".")[2]

@@ -24,7 +24,7 @@ from etude.inference.router.types import NoReplicaError, Replica, ReplicaState, 
 _Load = Callable[[Replica], float]
 _MOST_SLOWNESS = 8.0
 _RANGE = float(1 << 64)
-"""Of the 64-bit hash."""
+"""Range of the 64-bit hash."""
 _WEIGHT_AT_MOST = 512.0
 """Cap of a mean's weight in samples, so that it follows a changing load."""
 
@@ -60,7 +60,7 @@ class _Session:
     seen_s: float = 0.0
 
     def set_resident(self, resident: int) -> None:
-        """As `_Flight.set_work`."""
+        """Replaces the contribution: see `_Flight.set_work`."""
         if self.replica is not None:
             self.replica.resident += resident - self.resident
             self.resident = resident

@@ -59,7 +59,7 @@ async def lend(request: Request) -> Response:
 
 @router.get("/admin/loan", tags=["admin"])
 async def standing(request: Request) -> Response:
-    """Where the replica stands."""
+    """The loan state of the replica."""
     return JSONResponse(_owned(request).status())
 
 

@@ -1,9 +1,9 @@
-"""Weight updates as small, exact, checked deltas: `encode_update` and `apply_update` stand alone.
+"""Weight updates as small, exact, checksummed deltas; `encode_update` and `apply_update` work standalone.
 
-A step of reinforcement learning changes few of the weights that are served: with a learning rate of 1e-6
-about one bfloat16 number in a hundred reaches the next representable one. Which ones depends above all on the
-exponent. So the gaps between changes are coded range by range of exponents, and the changes themselves as
-steps of the bit patterns; both by an entropy coder (interleaved rANS).
+A step of reinforcement learning changes few of the served weights: with a learning rate of 1e-6 about one
+bfloat16 number in a hundred reaches the next representable one. Which ones depends above all on the exponent.
+So the gaps between changes are coded per range of exponents, and the changes as differences of bit patterns;
+both with an entropy coder (interleaved rANS).
 """
 
 from etude.weights.delta.container import UpdateManifest as UpdateManifest

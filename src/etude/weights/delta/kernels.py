@@ -50,7 +50,7 @@ class DeltaKernels(Protocol):
     """Two implementations give the same results, bit for bit: `NativeKernels` and `VectorisedKernels`."""
 
     def scan(self, base: Words, target: Words, layout: WordLayout) -> Changes:
-        """Where and by how much two arrays differ."""
+        """Finds where and by how much two arrays differ."""
         ...
 
     def gather(

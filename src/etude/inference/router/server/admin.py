@@ -84,7 +84,7 @@ async def add_replica(request: Request) -> Response:
 
 @router.patch("/replicas/{name}", openapi_extra=described({"pool": (str,)}))
 async def move_replica(request: Request, name: str) -> Response:
-    """A replica changes its pool for good: new requests of that pool alone reach it from now on."""
+    """Changes a replica's home pool: from now on it only gets new requests of that pool."""
     proxy, replica = _replica_of(request, name)
     proxy.router.move(name, (await _read(request, PoolChoice)).pool)
     return JSONResponse(_row(proxy, replica))

@@ -102,7 +102,7 @@ class LoanKeeper:
         )
 
     def _note_failure(self, loan: ReplicaLoan, cause: str) -> None:
-        """Records a failure, and lets the replica be probed at once: that tells whether it serves users."""
+        """Records a failure, and has the replica probed at once, to find out whether it serves users."""
         self._proxy.metrics.count("etude_router_loan_failures", replica=loan.replica)
         replica = self._proxy.router.replicas.get(loan.replica)
         if replica is not None:
