@@ -108,11 +108,11 @@ def _written(value: Any, arrays: list[Array]) -> Any:
     if isinstance(value, EtudeError):
         return {"error": error_row(value)}
     if isinstance(value, Mapping):
-        return {"map": {key: _written(one, arrays) for key, one in value.items()}}
+        return {"map": {key: _written(item, arrays) for key, item in value.items()}}
     if isinstance(value, frozenset):
         return {"set": sorted(value)}
     if isinstance(value, list | tuple):
-        listed = [_written(one, arrays) for one in value]
+        listed = [_written(item, arrays) for item in value]
         return {"tuple": listed} if isinstance(value, tuple) else listed
     if is_dataclass(value):
         found = ((field.name, getattr(value, field.name)) for field in fields(value))
@@ -122,7 +122,7 @@ def _written(value: Any, arrays: list[Array]) -> Any:
 
 def _read(value: Any, arrays: Sequence[Array], records: Mapping[str, type]) -> Any:
     if isinstance(value, list):
-        return [_read(one, arrays, records) for one in value]
+        return [_read(item, arrays, records) for item in value]
     if not isinstance(value, dict):
         return value
     ((kind, inner),) = value.items()
@@ -134,9 +134,9 @@ def _read(value: Any, arrays: Sequence[Array], records: Mapping[str, type]) -> A
         case "set":
             return frozenset(inner)
         case "map":
-            return {key: _read(one, arrays, records) for key, one in inner.items()}
+            return {key: _read(item, arrays, records) for key, item in inner.items()}
         case "error":
             error = decode_error(inner, otherwise=SamplerError)
             return error if isinstance(error, EtudeError) else SamplerError(str(error))
         case _:
-            return records[kind](**{name: _read(one, arrays, records) for name, one in inner.items()})
+            return records[kind](**{name: _read(item, arrays, records) for name, item in inner.items()})

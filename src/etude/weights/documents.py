@@ -48,7 +48,7 @@ def manifest_of(raw: object, field: str = "manifest") -> WeightManifest:
     row = _read(raw, _MANIFEST, field)
     return WeightManifest(
         version_of(row["version"], f"{field}.version"),
-        tuple(_entry_of(one, f"{field}.tensors[{place}]") for place, one in enumerate(row["tensors"])),
+        tuple(_entry_of(entry, f"{field}.tensors[{place}]") for place, entry in enumerate(row["tensors"])),
         row["url"],
         version_of(row["base"], f"{field}.base") if "base" in row else None,
     )
@@ -57,7 +57,7 @@ def manifest_of(raw: object, field: str = "manifest") -> WeightManifest:
 def _entry_of(raw: object, field: str) -> TensorEntry:
     row = _read(raw, _ENTRY, field)
     for name in row.keys() & {"shape", "cuts"}:
-        if not all(type(one) is int and one >= 0 for one in row[name]):
+        if not all(type(number) is int and number >= 0 for number in row[name]):
             raise _wrong(f"{field}.{name}", row[name], "a list of whole numbers")
         row[name] = tuple(row[name])
     return TensorEntry(**row)

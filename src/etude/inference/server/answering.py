@@ -107,7 +107,7 @@ class Job:
         self.chunks.append(chunk)
         self.num_tokens += count
         if is_last:
-            self.on_complete(np.concatenate([one.tokens for one in self.chunks]))
+            self.on_complete(np.concatenate([earlier.tokens for earlier in self.chunks]))
             self.ended = Ended(self._ending(chunk), self.num_tokens, reader.stop, self.index)
         return Sampled(parts, chunk, self.index, (chunk.cached_tokens or 0) if is_first else 0)
 

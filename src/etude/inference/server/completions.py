@@ -73,8 +73,8 @@ def read_prompts(value: object, tokenizer: Tokenizer, max_tokens: int) -> tuple[
     if len(listed) > MAX_SAMPLES:
         raise wrong("prompt", len(listed), f"at most {MAX_SAMPLES} prompts")
     return tuple(
-        _prompt(one, tokenizer, max_tokens, f"prompt[{place}]" if len(listed) > 1 else "prompt")
-        for place, one in enumerate(listed)
+        _prompt(prompt, tokenizer, max_tokens, f"prompt[{place}]" if len(listed) > 1 else "prompt")
+        for place, prompt in enumerate(listed)
     )
 
 
@@ -128,7 +128,7 @@ class CompletionWriter(AnswerWriter):
 
     def whole(self) -> Document:
         wanted = self.request.sampling.logprobs
-        rows = [_row(one, one.text_of("text"), _legacy(one.rows) if wanted else None) for one in self.choices]
+        rows = [_row(c, c.text_of("text"), _legacy(c.rows) if wanted else None) for c in self.choices]
         return {**self._document(rows), "usage": self.usage()}
 
     def _write(self, choice: Choice, part: Part, begins: bool, rows: list[Document]) -> list[Document]:
@@ -161,8 +161,8 @@ def _legacy(rows: list[Document], offset: int = 0) -> Document:
         found["text_offset"].append(offset)
         offset += len(row["token"])
         top: dict[str, float] = {}
-        for one in row["top_logprobs"]:
-            top.setdefault(one["token"], one["logprob"])
+        for alternative in row["top_logprobs"]:
+            top.setdefault(alternative["token"], alternative["logprob"])
         found["top_logprobs"].append(top)
         if "raw_logprob" in row:
             found.setdefault("raw_logprobs", []).append(row["raw_logprob"])

@@ -69,7 +69,7 @@ class NoSuchReplicaError(UserError):
 async def list_replicas(request: Request) -> Response:
     """All replicas, with their state."""
     proxy = _proxy_of(request)
-    return JSONResponse({"replicas": [_row(proxy, one) for one in proxy.router.replicas.values()]})
+    return JSONResponse({"replicas": [_row(proxy, replica) for replica in proxy.router.replicas.values()]})
 
 
 @router.post(
@@ -252,7 +252,7 @@ async def _read(request: Request, kind: type[AnyBody]) -> AnyBody:
 
 def _check_admin(request: Request, other: str | None = None) -> None:
     """Raises AccessError. `other`: another token that is accepted here."""
-    known = [one for one in (request.app.state.admin_token, other) if one is not None]
+    known = [token for token in (request.app.state.admin_token, other) if token is not None]
     if known and find_token(dict.fromkeys(known, True), bearer_of(request.headers)) is None:
         raise AccessError("the admin token is missing or wrong", field="authorization")
     if not known and (request.client is None or not is_loopback(request.client.host)):

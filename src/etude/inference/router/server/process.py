@@ -35,7 +35,7 @@ def serve(
         "other hosts can reach this address, and the router checks no keys",
         "let the replicas check keys and say so",
     )
-    replicas = [ReplicaAddress(one.url, one.pool or None) for one in config.replicas]
+    replicas = [ReplicaAddress(replica.url, replica.pool or None) for replica in config.replicas]
     app = build_app(proxy, replicas, admin_token, borrower_token)
     draining = Draining("answers", config.limits.drain_s, proxy, lambda: proxy.router.num_in_flight > 0)
     note = f"{len(replicas)} replica{'s' * (len(replicas) != 1)}"
