@@ -57,7 +57,7 @@ def test_invariant_numerics_want_every_bit_and_have_it(checkpoint: Path) -> None
         (("--cache-dtype", "float16"), "is not one of 'auto', "),
         (("--weight-dtype", "bfloat16", "--kernels", "eager"), "engine.weight_dtype"),
         (("--tokens", "128"), "exceeds the model's longest sequence"),
-        (("--engine", "vllm"), "neither where to start it nor where it runs"),
+        (("--engine", "vllm"), "neither an interpreter to start vLLM with"),
         (("--text", "missing.txt"), "tokenizer"),
         (("--numerics", "invariant", "--kernels", "eager"), "engine.kernels"),
     ],

@@ -153,7 +153,7 @@ def test_a_relay_that_is_gone_is_named_and_one_that_comes_back_serves(tmp_path: 
 def test_a_server_that_is_no_relay_is_told(page: str) -> None:
     app = FastAPI()
     app.add_api_route("/{path:path}", lambda: Response(page), methods=["GET"])
-    with ServerThread(app) as server, pytest.raises(StoreError, match="answers as no relay"):
+    with ServerThread(app) as server, pytest.raises(StoreError, match="not the answer of a relay"):
         RelayFolder(server.url).list("commits")
 
 

@@ -126,6 +126,6 @@ class LoanHandle(Handle[Any]):
         if answer.status_code == _FAILED and "kind" in found:
             return decode_error(found, otherwise=SamplerError)
         if answer.status_code == _GONE:
-            return LoanEndedError("the replica was called home", field=self.url)
+            return LoanEndedError("the replica was recalled", field=self.url)
         received = f"{answer.status_code} {answer.text[:300]}"
         return SamplerError("a borrowed replica refuses", field=self.url, received=received)

@@ -31,7 +31,7 @@ class RelayFolder:
             names = answer.json()
         if type(names) is not list:
             raise StoreError(
-                f"answers as no relay does: {answer.text[:300]}",
+                f"this is not the answer of a relay: {answer.text[:300]}",
                 field="weights.url",
                 received=self.url,
                 fix="name a relay, as `etude relay` serves one",
@@ -72,7 +72,7 @@ class RelayFolder:
     def _refusal(self, answer: Answer) -> Exception:
         where = str(answer.request.url)
         if answer.status_code == 404:
-            return MissingError("there is nothing here", field="weights.url", received=where)
+            return MissingError("there is no such file", field="weights.url", received=where)
         if answer.status_code == 401 and '"Host"' not in answer.text:
             return StoreError(
                 "the relay asks for a token, and got none or another",

@@ -33,7 +33,7 @@ def read_over(folder: Folder) -> str | None:
     try:
         return str(json.loads(data)["run"])
     except (ValueError, KeyError, TypeError) as error:
-        raise StoreError("is no mark of a run's end", field=_MARK, received=folder.url) from error
+        raise StoreError("is not a valid mark of a run's end", field=_MARK, received=folder.url) from error
 
 
 _LOOK_S = 2.0

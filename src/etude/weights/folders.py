@@ -219,18 +219,18 @@ def _named(place: str) -> Generator[None]:
     try:
         yield
     except FileNotFoundError as error:
-        raise MissingError("there is nothing here", field="weights.url", received=place) from error
+        raise MissingError("there is no such file", field="weights.url", received=place) from error
     except FileExistsError as error:
-        raise ExistsError("this is written already", field="weights.url", received=place) from error
+        raise ExistsError("the file exists already", field="weights.url", received=place) from error
     except (IsADirectoryError, NotADirectoryError) as error:
-        raise NotAFileError("there is no file here", field="weights.url", received=place) from error
+        raise NotAFileError("the name is not that of a file", field="weights.url", received=place) from error
     except PermissionError as error:
         raise _denied(place) from error
     except OSError as error:
         if error.errno in _DENIED:
             raise _denied(place) from error
         if "PreconditionFailed" in str(error) or "pre-conditions" in str(error):
-            raise ExistsError("this is written already", field="weights.url", received=place) from error
+            raise ExistsError("the file exists already", field="weights.url", received=place) from error
         fix = "free some space, or keep fewer snapshots" if error.errno in FULL else "see whether it answers"
         raise UnavailableError(
             f"the weight store failed: {error}", field="weights.url", received=place, fix=fix

@@ -66,7 +66,7 @@ class WriterLease:
         try:
             self._folder.create(_name(newest + 1), self._content())
         except ExistsError as error:
-            raise _refused(self._folder, "another writer was quicker") from error
+            raise _refused(self._folder, "another writer acquired the lease first") from error
         for old in range(max(1, newest - 1), newest + 1):
             self._folder.delete(_name(old))
         return newest + 1

@@ -125,7 +125,7 @@ def read_keys(path: Path, defaults: KeyLimits) -> Keys:
             key = _key(line, f"{path}:{number}", defaults)
             if key.token in keys or any(key.name == other.name for other in keys.values()):
                 raise ConfigError(
-                    "a name or a token stands twice", field=f"{path}:{number}", received=key.name
+                    "a name or a token occurs twice", field=f"{path}:{number}", received=key.name
                 )
             keys[key.token] = key
     if not keys:

@@ -256,7 +256,7 @@ class LoanDesk:
             raise LoanConflictError("no version of the run is served yet", field="state", fix="activate one")
         exchange = loan.exchanges.setdefault(client, Exchange(self._engine))
         if loan.closing.is_set():  # requests in flight still end in order
-            exchange.refuse(commands, SamplerError("the replica is called home", received=loan.id))
+            exchange.refuse(commands, SamplerError("the replica is being recalled", received=loan.id))
         else:
             exchange.exchange(commands)
 

@@ -65,7 +65,7 @@ def check_vllm(config: VllmConfig, *, is_here: bool = True) -> None:
     be started on this machine."""
     if not config.python and not config.url:
         raise ConfigError(
-            "vLLM is asked for, and neither where to start it nor where it runs is said",
+            "neither an interpreter to start vLLM with nor the URL of a server is configured",
             field="engine.vllm.python",
             received="",
             fix="name the bin/python of vLLM's environment, or a server with engine.vllm.url",

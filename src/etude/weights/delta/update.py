@@ -156,7 +156,7 @@ def apply_update(
         except ValueError as error:
             raise _mismatch(manifest, base, entry.name, str(error)) from error
         if hash_tensor(target) != entry.digest:
-            raise _mismatch(manifest, base, entry.name, "it comes out as other weights")
+            raise _mismatch(manifest, base, entry.name, "the decoded tensor has another hash")
         return target
 
     decoded = _in_parallel(decode, zip(manifest.tensors, frames, strict=True), workers)
