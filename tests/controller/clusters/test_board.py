@@ -14,7 +14,7 @@ from etude.controller.clusters.board import (
     Episode,
     Lease,
     Member,
-    Standing,
+    ResultStanding,
     UnknownMemberError,
     check_name,
 )
@@ -98,7 +98,7 @@ def test_a_board_is_deserted_while_nobody_is_there_who_plays_or_will() -> None:
     board.add(episode(1, min_step=2))
     assert not board.is_deserted, "it plays"
     clock.now_s += LEASE_S + 1
-    board.lapse()
+    board.expire_leases()
     assert board.is_deserted
 
 
@@ -120,15 +120,15 @@ def test_what_a_silent_cluster_has_is_given_to_another_and_its_result_dropped() 
     silent = joined(board, "silent")
     (lease,) = board.claim(silent, 1)
     clock.now_s += LEASE_S + 1
-    board.lapse()
+    board.expire_leases()
     other = joined(board, "other")
     (second,) = board.claim(other, 1)
-    assert board.standing(lease.id) == (Standing.LATE, None)
+    assert board.judge_result(lease.id) == (ResultStanding.LATE, None)
     board.find(silent.id)
-    assert board.hear(silent, {lease.id: 5}) == [lease.id]
-    assert board.standing(second.id) == (Standing.CURRENT, second)
-    board.keep(second)
-    assert board.standing(second.id) == (Standing.REPEATED, None)
+    assert board.record_heartbeat(silent, {lease.id: 5}) == [lease.id]
+    assert board.judge_result(second.id) == (ResultStanding.CURRENT, second)
+    board.complete(second)
+    assert board.judge_result(second.id) == (ResultStanding.REPEATED, None)
     assert (board.counts.given, board.counts.kept, board.counts.lapsed) == (2, 1, 1)
 
 
@@ -138,12 +138,12 @@ def test_a_cluster_that_comes_back_goes_on_with_what_nobody_else_was_given() -> 
     member = joined(board)
     (lease,) = board.claim(member, 1)
     clock.now_s += LEASE_S + 1
-    board.lapse()
+    board.expire_leases()
     assert len(board.waiting) == 1
     board.find(member.id)
-    assert board.hear(member, {lease.id: 5}) == []
+    assert board.record_heartbeat(member, {lease.id: 5}) == []
     assert not board.waiting
-    assert board.standing(lease.id) == (Standing.CURRENT, lease)
+    assert board.judge_result(lease.id) == (ResultStanding.CURRENT, lease)
 
 
 def test_a_cluster_that_stays_away_is_forgotten_and_joins_again() -> None:
@@ -154,13 +154,15 @@ def test_a_cluster_that_stays_away_is_forgotten_and_joins_again() -> None:
     for _ in range(25):
         clock.now_s += 3600.0
         board.find(there.id)
-        board.lapse()
+        board.expire_leases()
     assert list(board.members.values()) == [there]
     with pytest.raises(UnknownMemberError):
         board.find(gone.id)
-    assert board.standing(lease.id) == (Standing.CURRENT, lease), "what it had done is good all the same"
+    assert board.judge_result(lease.id) == (ResultStanding.CURRENT, lease), (
+        "what it had done is good all the same"
+    )
     again = joined(board, "gone")
-    assert board.hear(again, {lease.id: 5}) == [lease.id]
+    assert board.record_heartbeat(again, {lease.id: 5}) == [lease.id]
     assert numbers(board.claim(again, 1)) == [0]
 
 
@@ -169,8 +171,8 @@ def test_a_result_of_a_lapsed_lease_counts_while_the_session_waits() -> None:
     board.add(episode())
     (lease,) = board.claim(joined(board), 1)
     clock.now_s += LEASE_S + 1
-    board.lapse()
-    board.keep(lease)
+    board.expire_leases()
+    board.complete(lease)
     assert not board.waiting
 
 
@@ -181,11 +183,11 @@ def test_leases_that_got_lost_on_their_way_are_taken_back() -> None:
     (lease,) = board.claim(member, 1)
     clock.now_s += LEASE_S - 1
     board.find(member.id)
-    board.hear(member, {})
+    board.record_heartbeat(member, {})
     assert not board.waiting, "its answer may still be under way"
     clock.now_s += 2
     board.find(member.id)
-    board.hear(member, {})
+    board.record_heartbeat(member, {})
     assert len(board.waiting) == 1
     (again,) = board.claim(member, 1)
     assert again.id != lease.id
@@ -200,7 +202,7 @@ def test_another_cluster_of_the_same_name_replaces_the_first() -> None:
     with pytest.raises(UnknownMemberError):
         board.find(first.id)
     assert len(board.claim(second, 1)) == 1
-    assert board.standing(lease.id)[0] is Standing.LATE
+    assert board.judge_result(lease.id)[0] is ResultStanding.LATE
 
 
 def test_a_session_that_fails_goes_to_another_cluster_if_one_wants_it() -> None:
@@ -208,11 +210,11 @@ def test_a_session_that_fails_goes_to_another_cluster_if_one_wants_it() -> None:
     board.add(episode())
     first, second = joined(board, "a"), joined(board, "b")
     (lease,) = board.claim(first, 1)
-    board.give_back(lease, "the sandbox died")
+    board.fail(lease, "the sandbox died")
     assert board.waiting
     assert board.claim(first, 1) == []
     (again,) = board.claim(second, 1)
-    board.give_back(again, "there, too")
+    board.fail(again, "there, too")
     assert board.claim(second, 1) == []
     clock.now_s += LEASE_S
     for member in (first, second):
@@ -223,12 +225,12 @@ def test_a_session_that_fails_goes_to_another_cluster_if_one_wants_it() -> None:
 def test_a_session_that_is_given_away_too_often_is_exhausted_with_its_cause() -> None:
     board, _ = new_board(max_gives=2)
     one, told = episode(), list[object]()
-    one.arrived = told.append
+    one.on_ended = told.append
     board.add(one)
     member = joined(board)
-    board.give_back(board.claim(member, 1)[0], "first")
+    board.fail(board.claim(member, 1)[0], "first")
     assert not told
-    board.give_back(board.claim(member, 1)[0], "second")
+    board.fail(board.claim(member, 1)[0], "second")
     assert one.ended
     assert told == ["given to clusters 2 times: second"]
     assert not board.waiting
@@ -244,8 +246,8 @@ def test_what_is_withdrawn_is_neither_given_nor_kept() -> None:
     for one in (waiting, running, running):
         board.withdraw(one)
     assert not board.waiting
-    assert board.hear(member, {lease.id: 3}) == [lease.id]
-    assert board.standing(lease.id)[0] is Standing.LATE
+    assert board.record_heartbeat(member, {lease.id: 3}) == [lease.id]
+    assert board.judge_result(lease.id)[0] is ResultStanding.LATE
     assert board.counts.withdrawn == 2
 
 
@@ -271,7 +273,7 @@ class Clusters(RuleBasedStateMachine):
     def ordered(self, count: int) -> None:
         for _ in range(count):
             one = episode(number := len(self.episodes))
-            one.arrived = lambda _, ended=number: self.ends.update([ended])
+            one.on_ended = lambda _, ended=number: self.ends.update([ended])
             self.episodes.append(one)
             self.board.add(one)
 
@@ -290,26 +292,26 @@ class Clusters(RuleBasedStateMachine):
     @rule(seconds=st.one_of(st.floats(0, 2 * LEASE_S), st.just(2 * 24 * 3600.0)))
     def waits(self, seconds: float) -> None:
         self.clock.now_s += seconds
-        self.board.lapse()
+        self.board.expire_leases()
 
     @rule(member=members, named=st.lists(leases, max_size=4))
     def beats(self, member: Member, named: list[Lease]) -> None:
         if member.id in self.board.members:
             running = {lease.id: 1 for lease in named if lease.member is member}
-            self.board.hear(self.board.find(member.id), running)
+            self.board.record_heartbeat(self.board.find(member.id), running)
 
     @rule(lease=leases)
     def delivers(self, lease: Lease) -> None:
-        standing, current = self.board.standing(lease.id)
-        if standing is Standing.CURRENT:
+        standing, current = self.board.judge_result(lease.id)
+        if standing is ResultStanding.CURRENT:
             assert current is lease
-            self.board.keep(lease)
-            lease.episode.arrived("")
+            self.board.complete(lease)
+            lease.episode.on_ended("")
 
     @rule(lease=consumes(leases))
     def fails(self, lease: Lease) -> None:
-        if self.board.standing(lease.id)[0] is Standing.CURRENT:
-            self.board.give_back(lease, "it failed")
+        if self.board.judge_result(lease.id)[0] is ResultStanding.CURRENT:
+            self.board.fail(lease, "it failed")
 
     @rule(member=consumes(members))
     def leaves(self, member: Member) -> None:
@@ -322,7 +324,7 @@ class Clusters(RuleBasedStateMachine):
         if left:
             one = data.draw(st.sampled_from(left))
             self.board.withdraw(one)
-            one.arrived("")
+            one.on_ended("")
 
     @invariant()
     def every_session_is_in_one_place_until_its_one_end(self) -> None:

@@ -12,8 +12,8 @@ from etude.agent import open_renderer
 from etude.config import AgentConfig, RunConfig
 from etude.controller.clusters.control import Control
 from etude.controller.clusters.intake import Inbox
-from etude.controller.clusters.joining import open_site, take_over
-from etude.controller.clusters.runner import make_offer
+from etude.controller.clusters.joining import configure_from_run, open_site
+from etude.controller.clusters.runner import describe_run
 from etude.controller.compute import settle_numerics
 from etude.controller.models import settle_model
 from etude.errors import InfrastructureError
@@ -44,7 +44,7 @@ def said_by(config: RunConfig, directory: Path) -> dict[str, Any]:
     assert config.initial_checkpoint is not None
     renderer = open_renderer(Tokenizer.load(Path(config.initial_checkpoint)), AgentConfig())
     inbox = Inbox(directory / "inbox", 1 << 16)
-    return Control(config.clusters, make_offer(config, renderer), inbox).run()
+    return Control(config.clusters, describe_run(config, renderer), inbox).run()
 
 
 def test_a_cluster_samples_a_checkpoint_with_more_rows_than_its_tokenizer_has_tokens(tmp_path: Path) -> None:
@@ -52,7 +52,9 @@ def test_a_cluster_samples_a_checkpoint_with_more_rows_than_its_tokenizer_has_to
     (tmp_path / "there").mkdir()
     told = said_by(settled, tmp_path)
     store = f"weights.read_url={settled.weights.url}"
-    config, tokenizer, model = take_over(told, tmp_path / "there", [store, "sandbox.backend=unisolated"])
+    config, tokenizer, model = configure_from_run(
+        told, tmp_path / "there", [store, "sandbox.backend=unisolated"]
+    )
     assert config.initial_checkpoint is None
     assert model.vocab_size == tokenizer.vocab_size + _PADDING
 
@@ -74,4 +76,4 @@ def test_a_run_that_does_not_say_what_it_samples_is_none(tmp_path: Path, told: d
     del document["vocab_size"]
     (tmp_path / "there").mkdir()
     with pytest.raises(InfrastructureError, match="does not describe itself"):
-        take_over({**document, **told}, tmp_path / "there", [])
+        configure_from_run({**document, **told}, tmp_path / "there", [])

@@ -42,11 +42,11 @@ def test_trouble_that_passes_is_forgotten() -> None:
 
 def test_a_version_that_could_not_be_had_is_trouble_until_another_arrives() -> None:
     supply, _, clock = new_supply()
-    supply.failed(WeightUpdateError("damaged"))
+    supply.record_failure(WeightUpdateError("damaged"))
     supply.check()
     clock.now_s += 9
     supply.check()
-    supply.arrived()
+    supply.record_arrival()
     clock.now_s += 9
     supply.check()
     assert supply.trouble == ""
@@ -56,11 +56,11 @@ def test_versions_that_arrive_late_one_after_the_other_are_not_lost() -> None:
     """Each could not be had at first: whoever looks finds trouble every time."""
     supply, _, clock = new_supply()
     for _ in range(3):
-        supply.failed(WeightUpdateError("the relay does not have it yet"))
+        supply.record_failure(WeightUpdateError("the relay does not have it yet"))
         supply.check()
         clock.now_s += 9
         supply.check()
-        supply.arrived()
+        supply.record_arrival()
 
 
 def test_slow_weights_are_no_trouble() -> None:

@@ -1,11 +1,11 @@
-"""Which sessions are to be had, who has them, and until when. No I/O: a clock is given.
+"""The queue of pending sessions and their leases. No I/O; the clock is passed in.
 
-    added ──> waiting ──claimed──> leased ──kept──────────────> ended
-                 ^                   │ lapses, is given back
+    added ──> waiting ──claimed──> leased ──completed─────────> ended
+                 ^                   │ lease expires, or the session fails
                  └───────────────────┴──too often──> exhausted ──> ended
 
-A session is kept once: a result counts only while its lease is the session's newest. A lease that has lapsed
-is still good until the session is given to somebody else. All times are of the run's own monotonic clock.
+Exactly one result is accepted per session: only the newest lease's. A lease that has expired remains valid
+until the session is leased to another cluster. All times are of the run's own monotonic clock.
 """
 
 from __future__ import annotations
@@ -23,98 +23,99 @@ from etude.errors import ConfigError, InfrastructureError, PartLostError
 from etude.store.bundles import Bundle
 
 Clock = Callable[[], float]
-_REMEMBERED = 100_000
-"""Leases that have ended, to tell a result that comes twice from one that is not known at all."""
-_FORGET_S = 24 * 3600.0
-"""After this time, or a lease's if that is longer, a cluster that sends nothing must join again."""
+_MOST_REMEMBERED = 100_000
+"""Completed leases kept in memory, to tell a repeated result from one with an unknown lease."""
+_MEMBER_EXPIRY_S = 24 * 3600.0
+"""A cluster that is silent for this long, or for a lease's time if that is longer, must join again."""
 
 
-Arrived = Callable[[Bundle | PartLostError | str], None]
-"""Called with the end of a session: it has come, all is lost, or why it never will."""
+OnSessionEnded = Callable[[Bundle | PartLostError | str], None]
+"""Called once with a session's outcome: its bundle, the error that ends the run, or why it was given up."""
 
 
 class UnknownMemberError(InfrastructureError):
-    """A cluster that has not joined, or has been replaced by another of its name: it must join again."""
+    """A cluster that has not joined, or was replaced by another of the same name: it must join again."""
 
 
-class Standing(StrEnum):
-    """What a result is worth."""
+class ResultStanding(StrEnum):
+    """Whether a result under a lease is accepted, and if not, why."""
 
     CURRENT = "current"
     REPEATED = "repeated"
-    """It has been kept already."""
+    """The session's result was accepted before."""
     LATE = "late"
-    """The session was given to somebody else, or is wanted no more."""
+    """The session was leased to another cluster, or withdrawn."""
 
 
 @dataclass(slots=True, eq=False)
 class Episode:
-    """One session that somebody waits for."""
+    """One session that the run waits for."""
 
     order: Order
     min_step: int = 0
-    """Of the weights that may sample it."""
-    arrived: Arrived = lambda _: None
-    """Called once it has ended."""
-    tally: Callable[[int], None] = lambda _: None
-    """Called with the tokens sampled so far, when there are others."""
+    """Oldest step of the weights that may sample it."""
+    on_ended: OnSessionEnded = lambda _: None
+    """Called once, when it ends."""
+    on_progress: Callable[[int], None] = lambda _: None
+    """Called with the number of tokens sampled so far, whenever it changes."""
     num_tokens: int = 0
-    """Sampled so far, as the newest lease's cluster says."""
+    """Sampled so far, as reported by the newest lease's cluster."""
     num_gives: int = 0
+    """How often it was leased."""
     lease: Lease | None = None
     """The newest."""
     ended: bool = False
     withdrawn: bool = False
-    """It was wanted no more before it had come."""
+    """The run cancelled it before it was complete."""
     avoids: str = ""
-    """Name of the cluster that failed last, until `avoids_until_s`: others may take the session first."""
+    """Name of the cluster that failed last; until `avoids_until_s` others may claim the session first."""
     avoids_until_s: float = 0.0
 
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """A session in a cluster's hands."""
+    """The right of one cluster to play a session."""
 
     id: str
     episode: Episode
     member: Member
-    given_s: float
+    granted_s: float
 
 
 @dataclass(slots=True, eq=False)
 class Member:
-    """A cluster, from its joining until it leaves or another of its name joins."""
+    """A cluster, from joining until it leaves or another of the same name joins."""
 
     id: str
     name: str
-    heard_s: float
+    last_heard_s: float
     step: int | None = None
-    """Of the weights that it serves; None: none that the run knows."""
+    """Step of the weights that it serves; None: none that the run knows."""
     trouble: str = ""
-    """Why new weights do not reach it, as it says; empty while they do."""
+    """Why new weights do not reach it, as it reports; empty while they do."""
     leases: dict[str, Lease] = field(default_factory=dict[str, Lease])
 
 
 @dataclass(slots=True)
 class BoardCounts:
-    """Since the run's process began."""
+    """Counts since the run's process began."""
 
     given: int = 0
     kept: int = 0
     repeated: int = 0
     late: int = 0
     lapsed: int = 0
-    """Leases of clusters that sent nothing."""
+    """Expired leases, of clusters that sent nothing."""
     failed: int = 0
-    """Sessions that a cluster could not run, or gave back."""
+    """Leases that ended with a failure, or because the cluster left."""
     withdrawn: int = 0
-    """Sessions that were wanted no more."""
+    """Sessions that the run cancelled."""
     exhausted: int = 0
-    """Sessions that were given away too often."""
+    """Sessions given up after too many leases."""
 
 
 class Board:
-    """See above. For one thread."""
+    """The queue described above. For one thread, except where a method says otherwise."""
 
     def __init__(self, lease_s: float, max_gives: int, clock: Clock = time.monotonic) -> None:
         self.counts = BoardCounts()
@@ -124,62 +125,63 @@ class Board:
         self._max_gives = max_gives
         self._clock = clock
         self._leases: dict[str, Lease] = {}
-        self._kept: dict[str, None] = {}
+        self._completed: dict[str, None] = {}
 
     # ---- the run --------------------------------------------------------------------------------
 
     def add(self, episode: Episode) -> None:
-        """From now on the session is to be had."""
+        """Queues a session."""
         self.waiting.append(episode)
 
     def withdraw(self, episode: Episode) -> None:
-        """The session is wanted no more. Idempotent; nothing after its end."""
+        """Cancels a session. Idempotent; does nothing after its end."""
         if episode.ended:
             return
         self.counts.withdrawn += 1
         episode.withdrawn = True
         self._end(episode)
 
-    def lapse(self) -> None:
-        """Takes back what clusters have that sent nothing, and forgets those that stay away."""
+    def expire_leases(self) -> None:
+        """Requeues the sessions of silent clusters, and removes clusters that are silent for too long."""
         for member in list(self.members.values()):
             if member.leases and not self.is_alive(member):
                 self.counts.lapsed += len(member.leases)
                 cause = f"{member.name} sent nothing for {self._lease_s:g} s"
                 self._return_all(list(member.leases.values()), cause)
-            if self._clock() - member.heard_s > max(_FORGET_S, self._lease_s):
+            if self._clock() - member.last_heard_s > max(_MEMBER_EXPIRY_S, self._lease_s):
                 del self.members[member.id]
 
     def is_alive(self, member: Member) -> bool:
-        """Whether it sent anything within a lease's time."""
-        return self._clock() - member.heard_s <= self._lease_s
+        """Whether it sent anything within one lease's time."""
+        return self._clock() - member.last_heard_s <= self._lease_s
 
     @property
     def alive(self) -> list[Member]:
-        """Clusters that are there. From any thread."""
+        """Clusters that sent something lately. From any thread."""
         return [member for member in list(self.members.values()) if self.is_alive(member)]
 
     @property
-    def open(self) -> list[Episode]:
+    def unfinished(self) -> list[Episode]:
         """All sessions that have not ended."""
-        return [*self.waiting, *(one.episode for m in self.members.values() for one in m.leases.values())]
+        leases = (lease for member in self.members.values() for lease in member.leases.values())
+        return [*self.waiting, *(lease.episode for lease in leases)]
 
     @property
     def is_deserted(self) -> bool:
-        """Whether sessions wait and no cluster is there that plays any, or will once it has the weights."""
+        """Whether sessions wait and no cluster plays any, or will once the weights reach it."""
         return bool(self.waiting) and not any(
             member.leases or not member.trouble or self._may_play(member) for member in self.alive
         )
 
     def _may_play(self, member: Member) -> bool:
-        """Whether its weights are good for some session that waits."""
+        """Whether its weights are new enough for some waiting session."""
         step = member.step
         return step is not None and any(episode.min_step <= step for episode in self.waiting)
 
     # ---- clusters -------------------------------------------------------------------------------
 
     def join(self, name: str) -> Member:
-        """A cluster has come, in place of another of its name."""
+        """Adds a cluster; replaces another of the same name."""
         for other in [member for member in self.members.values() if member.name == name]:
             self.leave(other)
         member = Member(uuid.uuid4().hex, name, self._clock())
@@ -187,7 +189,7 @@ class Board:
         return member
 
     def find(self, member_id: str) -> Member:
-        """The cluster, which herewith has sent something. Raises UnknownMemberError."""
+        """The cluster of this id; counts as a sign of life from it. Raises UnknownMemberError."""
         member = self.members.get(member_id)
         if member is None:
             raise UnknownMemberError(
@@ -196,11 +198,11 @@ class Board:
                 received=member_id,
                 fix="join again; give every cluster a name of its own",
             )
-        member.heard_s = self._clock()
+        member.last_heard_s = self._clock()
         return member
 
     def leave(self, member: Member) -> None:
-        """The cluster goes; what it has is given to others."""
+        """Removes a cluster and requeues its sessions."""
         self.members.pop(member.id, None)
         leases = list(member.leases.values())
         self.counts.failed += len(leases)
@@ -208,23 +210,23 @@ class Board:
         for lease in leases:
             self._leases.pop(lease.id, None)
 
-    def hear(self, member: Member, running: Mapping[str, int]) -> list[str]:
-        """`running`: lease -> tokens sampled so far. Returns those leases that are over, so that what runs
-        there must end.
+    def record_heartbeat(self, member: Member, running: Mapping[str, int]) -> list[str]:
+        """`running`: lease -> tokens sampled so far. Returns the leases that are no longer valid: the cluster
+        must abort their sessions.
 
-        A lease that had lapsed goes on, if nobody else was given its session. One that the cluster has not
-        named for a lease's time got lost on its way there: it is taken back.
+        An expired lease is renewed unless its session was leased to another cluster. A lease that the cluster
+        has not named for one lease's time was lost in transit: its session is queued again.
         """
         gone: list[str] = []
         for lease_id, num_tokens in running.items():
             lease = self._leases.get(lease_id)
             if lease is None or lease.member is not member:
-                if lease_id not in self._kept:  # else the answer to its result is still under way
+                if lease_id not in self._completed:  # else the response to its result is still in transit
                     gone.append(lease_id)
                 continue
             if lease.episode.num_tokens != num_tokens:
                 lease.episode.num_tokens = num_tokens
-                lease.episode.tally(num_tokens)
+                lease.episode.on_progress(num_tokens)
             if lease_id not in member.leases:
                 member.leases[lease_id] = lease
                 self.waiting.remove(lease.episode)
@@ -232,51 +234,51 @@ class Board:
         lost = [
             lease
             for lease in member.leases.values()
-            if lease.id not in running and now - lease.given_s > self._lease_s
+            if lease.id not in running and now - lease.granted_s > self._lease_s
         ]
         self.counts.lapsed += len(lost)
         self._return_all(lost, f"it did not arrive at {member.name}")
         return gone
 
     def claim(self, member: Member, most: int) -> list[Lease]:
-        """Up to `most` sessions that the cluster's weights may sample, the oldest first.
+        """Leases up to `most` sessions that the cluster's weights may sample, the oldest first.
 
-        Where several clusters may play what waits, each is given its share, so that the first to ask does not
-        leave the others idle.
+        Where several clusters may play the waiting sessions, each gets at most its share, so that the first
+        does not leave the others idle.
         """
         if member.step is None or most < 1:
             return []
         alive, now = self.alive, self._clock()
-        share = -(-len(self.waiting) // max(1, sum(self._may_play(one) for one in alive)))
-        has_others = any(one is not member and not one.trouble for one in alive)
-        taken: list[Episode] = []
+        share = -(-len(self.waiting) // max(1, sum(self._may_play(other) for other in alive)))
+        has_others = any(other is not member and not other.trouble for other in alive)
+        claimed: list[Episode] = []
         for episode in self.waiting:
-            if len(taken) >= min(most, share):
+            if len(claimed) >= min(most, share):
                 break
             avoided = episode.avoids == member.name and now < episode.avoids_until_s and has_others
             if episode.min_step <= member.step and not avoided:
-                taken.append(episode)
-        for episode in taken:
+                claimed.append(episode)
+        for episode in claimed:
             self.waiting.remove(episode)
-        return [self._lease(episode, member) for episode in taken]
+        return [self._lease(episode, member) for episode in claimed]
 
-    def standing(self, lease_id: str) -> tuple[Standing, Lease | None]:
-        """What a result under this lease is worth."""
+    def judge_result(self, lease_id: str) -> tuple[ResultStanding, Lease | None]:
+        """Whether a result under this lease is accepted; the lease where it is."""
         lease = self._leases.get(lease_id)
         if lease is not None and lease.episode.lease is lease and not lease.episode.ended:
-            return Standing.CURRENT, lease
-        return (Standing.REPEATED if lease_id in self._kept else Standing.LATE), None
+            return ResultStanding.CURRENT, lease
+        return (ResultStanding.REPEATED if lease_id in self._completed else ResultStanding.LATE), None
 
-    def keep(self, lease: Lease) -> None:
-        """The session has come: it is over."""
+    def complete(self, lease: Lease) -> None:
+        """Ends a session whose result was accepted."""
         self.counts.kept += 1
-        self._kept[lease.id] = None
-        while len(self._kept) > _REMEMBERED:
-            del self._kept[next(iter(self._kept))]
+        self._completed[lease.id] = None
+        while len(self._completed) > _MOST_REMEMBERED:
+            del self._completed[next(iter(self._completed))]
         self._end(lease.episode)
 
-    def give_back(self, lease: Lease, cause: str) -> None:
-        """The cluster could not run the session."""
+    def fail(self, lease: Lease, cause: str) -> None:
+        """Requeues a session that the cluster could not run."""
         self.counts.failed += 1
         lease.episode.avoids = lease.member.name
         lease.episode.avoids_until_s = self._clock() + self._lease_s
@@ -287,7 +289,7 @@ class Board:
 
     def _lease(self, episode: Episode, member: Member) -> Lease:
         before = episode.lease
-        if before is not None:  # lapsed, and good until now
+        if before is not None:  # expired, but valid until now
             self._leases.pop(before.id, None)
         episode.num_gives += 1
         self.counts.given += 1
@@ -296,15 +298,15 @@ class Board:
         return lease
 
     def _return_all(self, leases: Sequence[Lease], cause: str) -> None:
-        """The sessions wait again, before those that came later; those that were given too often end."""
+        """Puts the sessions back at the head of the queue; ends those that were leased too often."""
         for lease in reversed(leases):
             if lease.member.leases.pop(lease.id, None) is None:
-                continue  # has lapsed: its session waits already
+                continue  # expired: its session is queued already
             episode = lease.episode
             if episode.num_gives >= self._max_gives:
                 self.counts.exhausted += 1
                 self._end(episode)
-                episode.arrived(f"given to clusters {episode.num_gives} times: {cause}")
+                episode.on_ended(f"given to clusters {episode.num_gives} times: {cause}")
             else:
                 self.waiting.appendleft(episode)
 
@@ -319,7 +321,7 @@ class Board:
 
 
 def check_name(name: str) -> str:
-    """A cluster's name as records carry it. Raises ConfigError."""
+    """Returns a valid cluster name unchanged. Raises ConfigError for any other."""
     if re.fullmatch(r"[A-Za-z0-9._-]{1,64}", name) is None:
         raise ConfigError(
             "is no name for a cluster",

@@ -1,4 +1,4 @@
-"""A cluster's side of the control API: one method a route. See `wire`."""
+"""Client of the control API, for clusters: one method per route. See `wire`."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ T = TypeVar("T")
 
 _CONNECT_S = 10.0
 _LATE_S = 10.0
-"""After a question that waits should have been answered, it is asked anew."""
+"""A long poll is given up this long after it should have been answered."""
 _FAREWELL_S = 5.0
 _CAUSE_CHARACTERS = 2000
 BACKOFF = Backoff(base_s=0.2, most_s=5.0)
-"""Of requests that the run does not answer."""
+"""Between attempts of a request that the run does not answer."""
 
 
 class ControlLostError(InfrastructureError):
-    """The run does not answer: it, or the way to it, may be away for a while."""
+    """The run does not answer: it, or the network to it, may be down for a while."""
 
 
 class ControlClient:
-    """Asks a run's control API. For one event loop; use as an async context manager."""
+    """Client of a run's control API. For one event loop; use as an async context manager."""
 
     def __init__(self, url: str, token: str | None, transport: Transport | None = None) -> None:
-        """`transport`: another way to the run. Raises ConfigError for a bad URL."""
-        # Asking what can never answer would only look like a long outage.
+        """`transport`: replaces the network. Raises ConfigError for a bad URL."""
+        # Requests to an invalid address would only look like a long outage.
         check_address(url, "control")
         self._http = Client(url, token, transport=transport, connect_s=_CONNECT_S, refusal=self._error)
         self.url = self._http.url
@@ -55,11 +55,11 @@ class ControlClient:
         await self._http.close()
 
     async def run(self) -> dict[str, Any]:
-        """What the run is."""
+        """The run's description."""
         return await self._ask("GET", "/v1/run")
 
     async def join(self, name: str, api: int, fingerprint: Mapping[str, str]) -> str:
-        """Joins; returns the id to go by. Raises ConfigError where the run does not take this cluster."""
+        """Registers this cluster; returns its id. Raises ConfigError where the run refuses it."""
         body = {"name": name, "api": api, "fingerprint": dict(fingerprint)}
         return str((await self._ask("POST", "/v1/join", body))["member"])
 
@@ -71,8 +71,8 @@ class ControlClient:
         trouble: str,
         within_s: float,
     ) -> dict[str, Any]:
-        """Says that this cluster lives; the answer must come in time. `trouble`: why new weights do not reach
-        it; empty where they do. Raises UnknownMemberError where it must join again."""
+        """Sends a heartbeat, answered `within_s`. `trouble`: why new weights do not reach this cluster; empty
+        where they do. Raises UnknownMemberError where it must join again."""
         body = {
             "member": member,
             "version": _document(version),
@@ -82,21 +82,21 @@ class ControlClient:
         return await self._ask("POST", "/v1/beat", body, within_s=within_s)
 
     async def manifest(self, known: str, wait_s: float) -> dict[str, Any] | None:
-        """Of the weights in service, once they are another version than that with the key `known`; None if
-        none comes within `wait_s`, which is the run's own."""
+        """Manifest of the weights in service, once their version key differs from `known`; None if none comes
+        within `wait_s`, the run's own limit."""
         return await self._ask("GET", "/v1/manifest", params={"known": known}, within_s=wait_s + _LATE_S)
 
     async def claim(
         self, member: str, version: PolicyVersion | None, most: int, wait_s: float
     ) -> dict[str, Any]:
-        """Asks for sessions. `wait_s`: how long the run may wait for some. Raises UnknownMemberError."""
+        """Claims sessions. `wait_s`: how long the run may wait for some. Raises UnknownMemberError."""
         body = {"member": member, "version": _document(version), "most": most}
         return await self._ask("POST", "/v1/claim", body, within_s=wait_s + _LATE_S)
 
     async def send(self, member: str, lease: str, data: bytes | None) -> str:
-        """A finished session; None: it lies in the trajectory store. Returns what became of it.
+        """Uploads a finished session; `data` None: it is in the trajectory store. Returns its standing.
 
-        Raises UnknownMemberError; InfrastructureError where the run did not take it this time.
+        Raises UnknownMemberError; InfrastructureError where the run could not accept it this time.
         """
         path, params = f"/v1/leases/{lease}/session", {"member": member}
         if data is None:
@@ -104,12 +104,12 @@ class ControlClient:
         return str((await self._ask("PUT", path, content=data or b"", params=params))["standing"])
 
     async def fail(self, member: str, lease: str, cause: str) -> None:
-        """A session that could not be run."""
+        """Reports a session that could not be run."""
         body = {"member": member, "cause": cause[:_CAUSE_CHARACTERS]}
         await self._ask("POST", f"/v1/leases/{lease}/failure", body)
 
     async def leave(self, member: str) -> None:
-        """Goes; what runs here is given to others."""
+        """Unregisters this cluster; its sessions are leased to others."""
         await self._ask("POST", "/v1/leave", {"member": member}, within_s=_FAREWELL_S)
 
     async def _ask(self, method: str, path: str, body: object = None, **request: Unpack[Request]) -> Any:
@@ -138,7 +138,7 @@ class ControlClient:
             return UnknownMemberError(message, field="member", fix=fix)
         if status == 409:
             return ConfigError(message, field=field, received=said.get("received"), fix=fix)
-        # A proxy whose server is away, a run whose disk is full: asking again may help.
+        # A proxy whose server is down, a run whose disk is full: another attempt may help.
         kind = ControlLostError if status >= 500 else InfrastructureError
         return kind(f"the run answers {status}: {message}", field=field, received=self.url)
 
@@ -148,7 +148,7 @@ def _document(version: PolicyVersion | None) -> dict[str, Any] | None:
 
 
 async def unless(event: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:
-    """What `work` returns; None where the event comes first, which ends it."""
+    """Runs `work` and returns its result; None where the event is set first, which cancels it."""
     working, waiting = asyncio.ensure_future(work), asyncio.ensure_future(event.wait())
     try:
         await asyncio.wait({working, waiting}, return_when=asyncio.FIRST_COMPLETED)

@@ -1,11 +1,11 @@
-"""The run's side of the control API: what clusters ask, and the answers.
+"""The run's side of the control API: handles clusters' requests.
 
-    run's loop ──order, announce, withdraw──> Control (its own thread's loop) <──HTTP── clusters
-               <──────arrived, tally─────────────────┘
+    run's loop ──submit, announce, withdraw─> Control (its own thread's loop) <──HTTP── clusters
+               <───on_ended, on_progress─────────────┘
 
-It has a loop of its own, since the run's stands still while a trainer in this process takes a step, and
-clusters must be heard meanwhile. The run's loop calls only what says so; everything else belongs to the
-control's.
+It has an event loop of its own: the run's is blocked while a trainer in this process takes a step, and
+clusters' requests must be answered meanwhile. The run's loop may call only the methods that say "from any
+thread"; all others belong to the control's loop.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import asdict
 from typing import Any
 
 from etude.config import ClustersConfig
-from etude.controller.clusters.board import Board, Clock, Episode, Member, Standing, check_name
+from etude.controller.clusters.board import Board, Clock, Episode, Member, ResultStanding, check_name
 from etude.controller.clusters.intake import AnnouncedWeights, Inbox, Intake, Traffic
 from etude.controller.clusters.wire import API, RunFingerprint, order_document, version_key
 from etude.errors import ConfigError, PartLostError, StoreError
@@ -27,31 +27,31 @@ from etude.records import PolicyVersion, Status, WeightManifest
 from etude.weights.documents import manifest_document
 
 Answer = dict[str, Any]
-Gone = Callable[[], Coroutine[Any, Any, bool]]
-"""Whether nobody waits for an answer any more."""
+IsDisconnected = Callable[[], Coroutine[Any, Any, bool]]
+"""Whether the client of a request has disconnected."""
 
 
 class Control:
-    """See above. One per run."""
+    """The control API's handlers and state, as described above. One per run."""
 
     def __init__(
         self,
         settings: ClustersConfig,
         offer: Answer,
         inbox: Inbox,
-        tell: Callable[[str], None] = lambda line: None,
+        notify: Callable[[str], None] = lambda line: None,
         clock: Clock = time.monotonic,
     ) -> None:
-        """`offer`: what the run is, from `make_offer`. `tell`: called in the control's loop with what people
-        should know of a cluster. `clock`: in seconds, the only one that leases and patience go by."""
+        """`offer`: the run's description, from `describe_run`. `notify`: called in the control's loop with
+        messages for people about a cluster. `clock`: in seconds, for leases and patience."""
         self.board = Board(settings.lease_s, settings.max_gives, clock)
         self.settings = settings
         self.num_refused = 0
-        """Clusters that would have played other sessions."""
+        """Attempts to join that were refused because the fingerprint or the version of the API differs."""
         self._weights = AnnouncedWeights()
         self._intake = Intake(settings, self._weights, inbox)
         self._offer = offer
-        self._tell_people = tell
+        self._notify = notify
         self._clock = clock
         self._changes = Changes()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -62,25 +62,25 @@ class Control:
 
     @property
     def traffic(self) -> Traffic:
-        """Sessions that came, so far."""
+        """Counts of received sessions, so far."""
         return self._intake.traffic
 
     # ---- the run's loop -------------------------------------------------------------------------
 
     def announce(self, manifest: WeightManifest) -> None:
-        """These weights are in service from now on. From any thread."""
+        """Announces the weights that are in service from now on. From any thread."""
         self._post(self._announce, manifest)
 
-    def order(self, episode: Episode) -> None:
-        """Has a session played; its `arrived` is called in the control's loop. From any thread."""
-        self._post(self._order, episode)
+    def submit(self, episode: Episode) -> None:
+        """Queues a session for clusters; its `on_ended` is called in the control's loop. From any thread."""
+        self._post(self._submit, episode)
 
     def withdraw(self, episode: Episode) -> None:
-        """A session that was ordered is wanted no more. From any thread; idempotent."""
+        """Cancels a session that was submitted. From any thread; idempotent."""
         self._post(self.board.withdraw, episode)
 
     def finish(self) -> None:
-        """The run has ended: clusters read so when they ask. From any thread."""
+        """Marks the run as ended: responses to clusters say so from now on. From any thread."""
         self._post(self._finish)
 
     def _post(self, work: Callable[..., None], *arguments: Any) -> None:
@@ -90,12 +90,12 @@ class Control:
     # ---- its own loop ---------------------------------------------------------------------------
 
     async def begin(self) -> None:
-        """Called in the loop that it belongs to from then on."""
+        """Binds the control to the running event loop and starts its background task."""
         self._loop = asyncio.get_running_loop()
-        self._watching = asyncio.create_task(self._watch(await self._intake.list_left()))
+        self._watching = asyncio.create_task(self._watch(await self._intake.list_leftovers()))
 
     async def close(self) -> None:
-        """Ends what `begin` began."""
+        """Ends the background task."""
         if self._watching is not None:
             await end_tasks(self._watching)
 
@@ -103,10 +103,10 @@ class Control:
         self._weights.announce(manifest)
         self._changes.tell()
 
-    def _order(self, episode: Episode) -> None:
+    def _submit(self, episode: Episode) -> None:
         if self._failure is not None:
             episode.ended = True
-            episode.arrived(self._failure)
+            episode.on_ended(self._failure)
             return
         episode.min_step = max(0, self._weights.step - self.settings.max_version_lag)
         self.board.add(episode)
@@ -117,35 +117,35 @@ class Control:
         self._changes.tell()
 
     async def _watch(self, left: Sequence[str]) -> None:
-        """Takes back what lapses. `left`: in the trajectory store by an earlier sitting, of which no lease is
-        good any more."""
+        """Expires leases, periodically. `left`: objects that an earlier process of the run left in the
+        trajectory store; none of their leases is valid any more, so they are deleted first."""
         try:
             for name in left:
-                with contextlib.suppress(StoreError):  # the next sitting tries again
+                with contextlib.suppress(StoreError):  # the next process tries again
                     await self._intake.delete(name)
             while True:
                 await asyncio.sleep(self.settings.lease_s / 8)
-                self.board.lapse()
-                self._look_for_clusters()
+                self.board.expire_leases()
+                self._fail_if_deserted()
                 self._changes.tell()
         except Exception as error:
             self._failure = PartLostError(f"the control API failed: {error!r}", field="clusters")
-            for episode in self.board.open:
-                episode.arrived(self._failure)
+            for episode in self.board.unfinished:
+                episode.on_ended(self._failure)
             raise
 
-    def _look_for_clusters(self) -> None:
-        """Ends what waits once nobody who could play it has been there for too long."""
+    def _fail_if_deserted(self) -> None:
+        """Fails all sessions once the board has been deserted for longer than `patience_s`."""
         if not self.board.is_deserted:
             self._deserted_since = None
         elif self._deserted_since is None:
             self._deserted_since = self._clock()
         elif self._clock() - self._deserted_since > self.settings.patience_s:
-            error = self._desertion()
-            for episode in self.board.open:
-                episode.arrived(error)
+            error = self._desertion_error()
+            for episode in self.board.unfinished:
+                episode.on_ended(error)
 
-    def _desertion(self) -> PartLostError:
+    def _desertion_error(self) -> PartLostError:
         patience, stuck = f"{self.settings.patience_s:g} s", self.board.alive
         if not stuck:
             return PartLostError(
@@ -161,10 +161,10 @@ class Control:
             fix="see whether their relays run, and reach the weight store",
         )
 
-    # ---- what clusters ask ----------------------------------------------------------------------
+    # ---- requests of clusters -------------------------------------------------------------------
 
     def run(self) -> Answer:
-        """What the run is."""
+        """Describes the run."""
         return {
             "api": API,
             **self._offer,
@@ -176,7 +176,7 @@ class Control:
         }
 
     def join(self, name: str, api: int, fingerprint: Mapping[str, str]) -> Answer:
-        """A cluster comes. Raises ConfigError for one that would play other sessions."""
+        """Registers a cluster. Raises ConfigError for one whose sessions would differ from the run's own."""
         try:
             check_name(name)
             if api != API:
@@ -192,32 +192,34 @@ class Control:
     def beat(
         self, member_id: str, version: PolicyVersion | None, running: Mapping[str, int], trouble: str
     ) -> Answer:
-        """A cluster lives. `trouble`: why new weights do not reach it. Raises UnknownMemberError."""
+        """A heartbeat. `trouble`: why new weights do not reach the cluster. Raises UnknownMemberError."""
         before = self.board.find(member_id).step
-        member = self._heard(member_id, version)
-        self._note_trouble(member, trouble)
+        member = self._record_contact(member_id, version)
+        self._update_trouble(member, trouble)
         if member.step != before:
             self._changes.tell()
-        return {"gone": self.board.hear(member, running), "finished": self._finished}
+        return {"gone": self.board.record_heartbeat(member, running), "finished": self._finished}
 
-    async def manifest(self, known: str, gone: Gone) -> Answer | None:
-        """Of the weights in service; waits for another version than that with the key `known`. None where
-        there is none."""
+    async def manifest(self, known: str, is_disconnected: IsDisconnected) -> Answer | None:
+        """The manifest of the weights in service; waits until their version key differs from `known`. None
+        where it does not within `poll_s`."""
         deadline = self._clock() + self.settings.poll_s
         while True:
             manifest = self._weights.manifest
             if manifest is not None and version_key(manifest.version) != known:
                 return manifest_document(manifest)
-            if not await self._wait(deadline, gone):
+            if not await self._wait(deadline, is_disconnected):
                 return None
 
-    async def claim(self, member_id: str, version: PolicyVersion | None, most: int, gone: Gone) -> Answer:
-        """Leases; waits for some. Raises UnknownMemberError."""
-        member = self._heard(member_id, version)
+    async def claim(
+        self, member_id: str, version: PolicyVersion | None, most: int, is_disconnected: IsDisconnected
+    ) -> Answer:
+        """Leases sessions; waits up to `poll_s` for some. Raises UnknownMemberError."""
+        member = self._record_contact(member_id, version)
         deadline = self._clock() + self.settings.poll_s
         while True:
             leases = [] if self._finished else self.board.claim(member, most)
-            if leases or self._finished or not await self._wait(deadline, gone):
+            if leases or self._finished or not await self._wait(deadline, is_disconnected):
                 break
             if member.id not in self.board.members:
                 self.board.find(member.id)
@@ -226,64 +228,66 @@ class Control:
             "finished": self._finished,
         }
 
-    async def _wait(self, deadline: float, gone: Gone) -> bool:
-        """Waits until something has changed; False when it is time to answer with nothing."""
+    async def _wait(self, deadline: float, is_disconnected: IsDisconnected) -> bool:
+        """Waits until something may have changed; False when it is time for an empty response."""
         left_s = deadline - self._clock()
         if left_s <= 0 or self._finished:
             return False
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(min(left_s, self.settings.lease_s / 4)):
                 await self._changes.wait()
-        return not await gone()
+        return not await is_disconnected()
 
-    async def take_session(self, member_id: str, lease_id: str, data: bytes) -> Answer:
-        """A finished session. It is on disk when this returns `kept`.
+    async def receive_session(self, member_id: str, lease_id: str, data: bytes) -> Answer:
+        """Receives a finished session; it is durably on disk when the standing is `kept`.
 
-        Raises UnknownMemberError, DamagedSessionError also for another session than was asked for, and
-        UnwrittenSessionError: then the lease goes on, and it may be sent again.
+        Raises UnknownMemberError; DamagedSessionError, also for a session other than the leased one; and
+        UnwrittenSessionError: then the lease remains valid and the session may be sent again.
         """
         member = self.board.find(member_id)
         self.traffic.received_bytes += len(data)
-        standing, lease = self.board.standing(lease_id)
+        standing, lease = self.board.judge_result(lease_id)
         if lease is None or lease.member is not member:
-            return self._unwanted(standing)
+            return self._reject(standing)
         bundle = await self._intake.unpack(data, lease)
         trajectory = bundle.trajectory
         if trajectory.status is Status.INFRASTRUCTURE and lease.episode.num_gives < self.settings.max_gives:
-            self.board.give_back(lease, trajectory.cause)
+            self.board.fail(lease, trajectory.cause)
             self._changes.tell()
             return {"standing": "failed"}
         episode = lease.episode
-        await self._intake.keep(bundle, data)
-        standing, lease = self.board.standing(lease_id)  # meanwhile it may have come twice, or be withdrawn
+        await self._intake.store(bundle, data)
+        standing, lease = self.board.judge_result(
+            lease_id
+        )  # meanwhile it may have arrived twice, or be withdrawn
         if lease is None:
             if episode.withdrawn:
-                await self._intake.drop(trajectory.id)
-            return self._unwanted(standing)
-        self.board.keep(lease)
-        lease.episode.arrived(bundle)
+                await self._intake.discard(trajectory.id)
+            return self._reject(standing)
+        self.board.complete(lease)
+        lease.episode.on_ended(bundle)
         return {"standing": "kept"}
 
     async def fetch_session(self, member_id: str, lease_id: str) -> Answer:
-        """The same of a session that lies in the trajectory store, under `session_name`."""
-        standing = self.board.standing(lease_id)[0]
-        if standing is not Standing.CURRENT:
-            return self._unwanted(standing)
+        """As `receive_session`, for a session that is in the trajectory store under `session_name`."""
+        standing = self.board.judge_result(lease_id)[0]
+        if standing is not ResultStanding.CURRENT:
+            return self._reject(standing)
         data = await self._intake.fetch(lease_id)
-        return await self.take_session(member_id, lease_id, data)
+        return await self.receive_session(member_id, lease_id, data)
 
-    def take_failure(self, member_id: str, lease_id: str, cause: str) -> Answer:
-        """A session that the cluster could not run. Raises UnknownMemberError."""
+    def receive_failure(self, member_id: str, lease_id: str, cause: str) -> Answer:
+        """Receives a failure: the cluster could not run the session. Raises UnknownMemberError."""
         member = self.board.find(member_id)
-        standing, lease = self.board.standing(lease_id)
+        standing, lease = self.board.judge_result(lease_id)
         if lease is None or lease.member is not member:
             return {"standing": standing.value}
-        self.board.give_back(lease, cause)
+        self.board.fail(lease, cause)
         self._changes.tell()
         return {"standing": "failed"}
 
     def leave(self, member_id: str) -> Answer:
-        """A cluster goes. Idempotent."""
+        """Unregisters a cluster. Idempotent."""
         member = self.board.members.get(member_id)
         if member is not None:
             self.board.leave(member)
@@ -291,7 +295,7 @@ class Control:
         return {}
 
     def figures(self) -> dict[str, float]:
-        """Counts of this process, and what is under way. From any thread."""
+        """Metrics: counts since this process began, and current sizes. From any thread."""
         board, alive = self.board, self.board.alive
         return {
             **{name: float(value) for name, value in asdict(board.counts).items()},
@@ -303,20 +307,20 @@ class Control:
             "leased": float(sum(len(member.leases) for member in list(board.members.values()))),
         }
 
-    def _heard(self, member_id: str, version: PolicyVersion | None) -> Member:
+    def _record_contact(self, member_id: str, version: PolicyVersion | None) -> Member:
         member = self.board.find(member_id)
         member.step = version.step if version is not None and self._weights.knows(version) else None
         return member
 
-    def _note_trouble(self, member: Member, trouble: str) -> None:
+    def _update_trouble(self, member: Member, trouble: str) -> None:
         before, member.trouble = member.trouble, trouble
         if trouble and not before:
-            self._tell_people(f"new weights do not reach the cluster {member.name}: {trouble}")
+            self._notify(f"new weights do not reach the cluster {member.name}: {trouble}")
         elif before and not trouble:
-            self._tell_people(f"new weights reach the cluster {member.name} again")
+            self._notify(f"new weights reach the cluster {member.name} again")
 
-    def _unwanted(self, standing: Standing) -> Answer:
-        if standing is Standing.REPEATED:
+    def _reject(self, standing: ResultStanding) -> Answer:
+        if standing is ResultStanding.REPEATED:
             self.board.counts.repeated += 1
         else:
             self.board.counts.late += 1

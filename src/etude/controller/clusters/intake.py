@@ -1,8 +1,8 @@
-"""Finished sessions on their way from a cluster to the run's disk: unpacked, checked, kept.
+"""Receives finished sessions from clusters: unpacks, checks and stores them.
 
-The trajectory log takes groups when they are whole. Until then what has come lies in the inbox, on disk
-before it is acknowledged: a run that is killed meanwhile finds it there when it is resumed, and nobody plays
-it again.
+The trajectory log takes complete groups only. Until then their sessions are in the inbox, on disk before they
+are acknowledged: a run that is killed meanwhile finds them there when it is resumed, and they are not played
+again.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ class Inbox:
     """A directory of bundles, one a session. Methods may be called from any thread."""
 
     def __init__(self, directory: Path, max_bytes: int) -> None:
-        """`max_bytes`: of one session, unpacked. What is damaged there is left out, and counted."""
+        """`max_bytes`: limit of one unpacked session. Damaged files are deleted, and counted."""
         self.num_damaged = 0
         self._directory = directory
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
-        self._held: dict[TrajectoryId, Path] = {}
+        self._paths: dict[TrajectoryId, Path] = {}
         for path in sorted(directory.glob(f"*{_SUFFIX}")):
             try:
                 bundle = unpack_trajectory(path.read_bytes(), max_bytes)
@@ -44,14 +44,14 @@ class Inbox:
                 self.num_damaged += 1
                 path.unlink(missing_ok=True)  # its session is played again
             else:
-                self._held[bundle.trajectory.id] = path
+                self._paths[bundle.trajectory.id] = path
 
     def __len__(self) -> int:
-        """Number of sessions held."""
-        return len(self._held)
+        """Number of sessions in the inbox."""
+        return len(self._paths)
 
     def put(self, identity: TrajectoryId, data: bytes) -> None:
-        """Keeps a bundle durably, in the place of another of this session. Raises StoreError if it cannot."""
+        """Stores a bundle durably; replaces an earlier one of the same session. Raises StoreError."""
         path = self._directory / f"{blake3(repr(identity).encode()).hexdigest()[:32]}{_SUFFIX}"
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
@@ -64,57 +64,57 @@ class Inbox:
                 fix="check the disk's free space and permissions",
             ) from error
         with self._lock:
-            self._held[identity] = path
+            self._paths[identity] = path
 
     def find(self, identity: TrajectoryId) -> Bundle | None:
-        """What is held of a session; None where there is nothing, or nothing whole."""
+        """The stored bundle of a session; None where there is none, or it is damaged."""
         with self._lock:
-            path = self._held.get(identity)
+            path = self._paths.get(identity)
         if path is None:
             return None
         try:
             return unpack_trajectory(path.read_bytes(), self._max_bytes)
         except (StoreError, OSError):
             self.num_damaged += 1
-            self.forget(identity)
+            self.delete(identity)
             return None
 
     def sweep(self, is_logged: Callable[[TrajectoryId], bool]) -> None:
-        """Lets go of what the trajectory log has."""
+        """Deletes the sessions that the trajectory log contains."""
         with self._lock:
-            held = list(self._held)
-        for identity in held:
+            stored = list(self._paths)
+        for identity in stored:
             if is_logged(identity):
-                self.forget(identity)
+                self.delete(identity)
 
-    def forget(self, identity: TrajectoryId) -> None:
-        """Lets go of a session."""
+    def delete(self, identity: TrajectoryId) -> None:
+        """Deletes a session; does nothing where there is none."""
         with self._lock:
-            path = self._held.pop(identity, None)
+            path = self._paths.pop(identity, None)
         if path is not None:
             path.unlink(missing_ok=True)
 
 
 _KNOWN_VERSIONS = 64
-"""By which a cluster's claim to serve one is checked."""
+"""How many announced versions are remembered, to check which version a cluster says that it serves."""
 
 
 class AnnouncedWeights:
-    """The manifest of the weights in service, and which versions were in service lately."""
+    """The manifest of the weights in service, and the digests of recent versions."""
 
     def __init__(self) -> None:
         self.manifest: WeightManifest | None = None
-        """Of the weights in service."""
+        """Manifest of the weights in service."""
         self._digests: OrderedDict[tuple[str, int], str] = OrderedDict()
         """(lineage, step) -> digest of the newest versions."""
 
     @property
     def step(self) -> int:
-        """Of the weights in service; 0 before there are any."""
+        """Step of the weights in service; 0 before there are any."""
         return 0 if self.manifest is None else self.manifest.version.step
 
     def announce(self, manifest: WeightManifest) -> None:
-        """These are in service from now on."""
+        """Records the weights that are in service from now on."""
         version = manifest.version
         self.manifest = manifest
         self._digests[version.lineage, version.step] = version.digest
@@ -122,39 +122,39 @@ class AnnouncedWeights:
             self._digests.popitem(last=False)
 
     def knows(self, version: PolicyVersion) -> bool:
-        """Whether this version was announced, bit for bit."""
+        """Whether this version was announced lately, with the same digest."""
         return self._digests.get((version.lineage, version.step)) == version.digest
 
 
 SESSIONS = "sessions"
-"""Where sessions lie in a trajectory store."""
+"""Prefix of sessions' names in a trajectory store."""
 
 
 class DamagedSessionError(StoreError):
-    """What came is not, bit for bit, a session that was asked for."""
+    """The received data is not, bit for bit, the leased session."""
 
 
 class UnwrittenSessionError(StoreError):
-    """The run cannot keep a session now: a full disk."""
+    """The run cannot store a session now, such as on a full disk."""
 
 
 @dataclass(slots=True)
 class Traffic:
-    """What crossed the control API, as far as it is sessions."""
+    """Counts of the sessions received over the control API."""
 
     received_bytes: int = 0
-    """Of finished sessions, repeated ones too."""
+    """Of finished sessions, repeated ones included."""
     damaged: int = 0
-    """Sessions that were refused: a flipped bit, half an upload, another session than was asked for."""
+    """Sessions that were refused: a flipped bit, half an upload, a session other than the leased one."""
     unwritten: int = 0
-    """Sessions that could not be kept: a full disk."""
+    """Sessions that could not be stored, such as on a full disk."""
 
 
 class Intake:
-    """See above. For one event loop; what takes long runs in threads."""
+    """Fetches, checks and stores finished sessions. For one event loop; slow work runs in threads."""
 
     def __init__(self, settings: ClustersConfig, weights: AnnouncedWeights, inbox: Inbox) -> None:
-        """`weights`: that may have sampled what comes."""
+        """`weights`: versions that may have sampled the sessions."""
         self.traffic = Traffic()
         self._max_bytes = settings.max_result_bytes
         self._weights = weights
@@ -163,17 +163,17 @@ class Intake:
         if settings.trajectories_url:
             self._store = open_folder(settings.trajectories_url)
 
-    async def list_left(self) -> list[str]:
-        """What lies in the trajectory store. Raises StoreError."""
+    async def list_leftovers(self) -> list[str]:
+        """Names of all sessions in the trajectory store. Raises StoreError."""
         return [] if self._store is None else await asyncio.to_thread(self._store.list, SESSIONS)
 
     async def delete(self, name: str) -> None:
-        """Deletes from the trajectory store. Raises StoreError."""
+        """Deletes a session from the trajectory store. Raises StoreError."""
         assert self._store is not None, "it was listed"
         await asyncio.to_thread(self._store.delete, name)
 
     async def fetch(self, lease_id: str) -> bytes:
-        """A session that lies in the trajectory store. Raises DamagedSessionError."""
+        """Reads a session from the trajectory store. Raises DamagedSessionError."""
         try:
             if self._store is None:
                 raise StoreError("the run has no trajectory store", fix="send the session itself")
@@ -182,7 +182,7 @@ class Intake:
             raise self._damaged(error) from error
 
     async def unpack(self, data: bytes, lease: Lease) -> Bundle:
-        """The session that a lease is for. Raises DamagedSessionError also for another."""
+        """Unpacks the session of a lease. Raises DamagedSessionError, also for any other session."""
         try:
             bundle = await asyncio.to_thread(unpack_trajectory, data, self._max_bytes)
             self._check(bundle, lease)
@@ -190,7 +190,7 @@ class Intake:
             raise self._damaged(error) from error
         return bundle
 
-    async def keep(self, bundle: Bundle, data: bytes) -> None:
+    async def store(self, bundle: Bundle, data: bytes) -> None:
         """Returns once the session is on disk. Raises UnwrittenSessionError."""
         try:
             await asyncio.to_thread(self._inbox.put, bundle.trajectory.id, data)
@@ -200,16 +200,16 @@ class Intake:
                 error.message, field=error.field, received=error.received, fix=error.fix
             ) from error
 
-    async def drop(self, identity: TrajectoryId) -> None:
-        """Lets go of a session that was kept, and will never be in the trajectory log."""
-        await asyncio.to_thread(self._inbox.forget, identity)
+    async def discard(self, identity: TrajectoryId) -> None:
+        """Deletes a stored session that will never be in the trajectory log."""
+        await asyncio.to_thread(self._inbox.delete, identity)
 
     def _damaged(self, error: StoreError) -> DamagedSessionError:
         self.traffic.damaged += 1
         return DamagedSessionError(error.message, field=error.field, received=error.received, fix=error.fix)
 
     def _check(self, bundle: Bundle, lease: Lease) -> None:
-        """Raises StoreError unless this is the session that was asked for, sampled by weights that may."""
+        """Raises StoreError unless this is the leased session, sampled by weights that are allowed to."""
         trajectory, episode = bundle.trajectory, lease.episode
         if trajectory.id != episode.order.identity:
             raise StoreError("is another session", field="id", received=str(trajectory.id))
@@ -228,5 +228,5 @@ class Intake:
 
 
 def session_name(lease_id: str) -> str:
-    """Where a cluster puts a session in the trajectory store; it deletes it once that is answered."""
+    """Name under which a cluster stores a session in the trajectory store until the run has answered."""
     return f"{SESSIONS}/{lease_id}.session"

@@ -1,4 +1,4 @@
-"""From the address of a run's control API to a cluster that plays its sessions."""
+"""Joins a run: sets up a cluster from the address of the run's control API and plays its sessions."""
 
 from __future__ import annotations
 
@@ -41,30 +41,30 @@ async def sample(
     trajectories_url: str = "",
     wait: bool = False,
 ) -> SamplingCounts:
-    """Plays sessions of the run at `client` until it is over, or `draining` is set and what runs has ended.
+    """Plays sessions of the run at `client` until it has ended, or `draining` is set and they have finished.
 
-    `overrides`: of the run's configuration, as far as they do not decide what a session is: `weights.*`,
-    `engine.*`, `sandbox.backend`. `patience_s`: how long the run may be away, and weights may fail to come.
-    `trajectories_url`: where this cluster finds the run's trajectory store, if it has one, under another
-    address than the run. `wait`: for a run that does not answer even where the weight store says that its
-    last one is over.
+    `overrides`: of those keys of the run's configuration that do not determine a session's content:
+    `weights.*`, `engine.*`, `sandbox.backend`. `patience_s`: how long the run may be unreachable, and weights
+    may fail to come. `trajectories_url`: address of the run's trajectory store from here, where it differs
+    from the run's own. `wait`: waits for a run that does not answer even where the weight store says that its
+    last run has ended.
 
-    Raises ConfigError for what does not fit the run or this machine, StoreError for weights that may not be
+    Raises ConfigError for what does not fit the run or this machine, StoreError for weights that cannot be
     read here, ControlLostError, WeightsLostError, SamplerError.
     """
     mark = None if wait else _end_mark(overrides)
-    run = await unless(draining, _described(client, patience_s, name, observer, mark))
+    run = await unless(draining, _ask_description(client, patience_s, name, observer, mark))
     if run is None:
         return SamplingCounts()
     with tempfile.TemporaryDirectory(prefix="etude-sample-") as directory:
-        config, tokenizer, model = take_over(run, Path(directory), overrides)
+        config, tokenizer, model = configure_from_run(run, Path(directory), overrides)
     store_url = trajectories_url or run["trajectories_url"]
     store = open_folder(store_url) if store_url and run["trajectories_url"] else None
     terms = Terms(run["lease_s"], run["poll_s"], run["max_result_bytes"], store)
     with contextlib.suppress(UnavailableError):  # a relay that is not up yet; a wrong token stays wrong
         await unless(draining, asyncio.to_thread(check_reading, config.weights))
     async with open_site(config, tokenizer, model, name) as site:
-        # The run would refuse it, too: it would play other sessions.
+        # The run would refuse it, too: its sessions would differ.
         RunFingerprint(run["fingerprint"]).check(site.fingerprint.parts, name)
         cluster = SamplingCluster(client, name, site, terms, observer, patience_s, drain_s, mark)
         await cluster.play(draining)
@@ -72,17 +72,17 @@ async def sample(
 
 
 def _end_mark(overrides: Sequence[str]) -> EndMark | None:
-    """Where the end of the run is marked, as far as that is known before the run has described itself."""
-    weights = load_config(None, [one for one in overrides if one.startswith("weights.")]).weights
+    """The mark of the run's end, in the weight store that `overrides` name; None where they name none."""
+    weights = load_config(None, [text for text in overrides if text.startswith("weights.")]).weights
     if not weights.read_url and not weights.url:
         return None
     return EndMark(open_reading(weights))
 
 
-async def _described(
+async def _ask_description(
     client: ControlClient, patience_s: float, name: str, observer: Observer, mark: EndMark | None
 ) -> dict[str, Any] | None:
-    """What the run says of itself; waits for one that has not begun. None where it is over."""
+    """The run's description; waits for a run that has not started. None where it has ended."""
     says_that_it_waits = patience_s > 0
 
     async def ask() -> dict[str, Any] | None:
@@ -114,10 +114,10 @@ async def _described(
     return run
 
 
-def take_over(
+def configure_from_run(
     run: Mapping[str, Any], directory: Path, overrides: Sequence[str]
 ) -> tuple[RunConfig, Tokenizer, SampledModel]:
-    """The run's settled configuration with this cluster's own values, its tokenizer and its model."""
+    """The run's settled configuration with this cluster's overrides, its tokenizer and its model."""
     try:
         (directory / "run.toml").write_text(run["config"], encoding="utf-8")
         for file, text in run["tokenizer"].items():
@@ -148,9 +148,9 @@ def take_over(
 async def open_site(
     config: RunConfig, tokenizer: Tokenizer, model: SampledModel, name: str
 ) -> AsyncIterator[Site]:
-    """Engine and sandboxes of a cluster; stopped on the way out. Nothing is in service yet.
+    """Opens a cluster's engine and sandboxes; stops them at exit. No weights are in service yet.
 
-    Raises ResourceError, ConfigError where they cannot be had here.
+    Raises ResourceError, ConfigError where they cannot be opened here.
     """
     use_sampling_threads(config)
     async with contextlib.AsyncExitStack() as stack:

@@ -1,6 +1,6 @@
-"""Sessions of a run that other clusters play: the run's own side.
+"""Has sessions of a run played by other clusters: the run's own side.
 
-collector ──play─> ClusterRunner ──order──> Control <──HTTP── clusters
+collector ──play─> ClusterRunner ──submit─> Control <──HTTP── clusters
                         ^                      │
                         └──bundle, on disk─────┘      weights in service ──AnnouncingSink──> Control
 """
@@ -50,14 +50,14 @@ if TYPE_CHECKING:
     from etude.serving.process import ServerThread
 
 KIND = "clusters"
-"""Of the rows of metrics: one per version in service, and when weights do not reach a cluster."""
+"""Kind of the metric rows: one per version in service, and one when weights do not reach a cluster."""
 INBOX = "inbox"
 
 PutBlob = Callable[[NDArray[Any]], BlobRef]
 
 
 class ClusterRunner(Player):
-    """A session is played by whichever cluster asks for it, one that is forked by the run's own.
+    """Plays sessions on whichever cluster claims them; forked sessions always by the run's own player.
 
     For one event loop.
     """
@@ -71,10 +71,10 @@ class ClusterRunner(Player):
         local_sessions: int,
         max_staleness: int,
     ) -> None:
-        """`here`: plays `local_sessions` of them at once. `put_blob`: where the run keeps expert routes.
-        `max_staleness`: of what came before the run was resumed."""
+        """`here`: the run's own player, for `local_sessions` at once. `put_blob`: stores expert routes.
+        `max_staleness`: of sessions received before the run was resumed."""
         self.num_from_inbox = 0
-        """Sessions that had come before the run was resumed."""
+        """Sessions used that were received before the run was resumed."""
         self.serving: PolicyVersion | None = None
         """The weights in service."""
         self._here = here
@@ -87,39 +87,39 @@ class ClusterRunner(Player):
         self._earlier = len(inbox) > 0
 
     async def play(self, order: Order, sampler: Sampler) -> ForkedEpisode:
-        """See Player.play. Raises PartLostError when no cluster has been there for too long.
+        """See Player.play. Raises PartLostError when no cluster has been available for too long.
 
-        One that is forked is played here, however few `local_sessions` there are: what leaves it shares its
+        A forked session is played here, however few `local_sessions` there are: its branches share its
         sandboxes and its engine.
         """
-        kept = self._kept(order.identity) if self._earlier and order.plan is None else None
+        kept = self._find_in_inbox(order.identity) if self._earlier and order.plan is None else None
         if kept is not None:
             self.num_from_inbox += 1
             return ForkedEpisode(kept)
         if order.plan is None and self._num_here >= self._local_sessions:
-            return ForkedEpisode(await self._elsewhere(order, sampler))
+            return ForkedEpisode(await self._play_remotely(order, sampler))
         self._num_here += 1
         try:
             return await self._here.play(order, sampler)
         finally:
             self._num_here -= 1
 
-    def _kept(self, identity: TrajectoryId) -> Trajectory | None:
-        """What came before the run was resumed, if these weights may still be trained on it."""
+    def _find_in_inbox(self, identity: TrajectoryId) -> Trajectory | None:
+        """The session as received before the run was resumed, if the current weights may be trained on it."""
         bundle, serving = self._inbox.find(identity), self.serving
         if bundle is None or serving is None:
             return None
         for segment in bundle.trajectory.segments:
             for version in (span.version for span in segment.version_spans):
                 if version.lineage != serving.lineage or version.step > serving.step:
-                    return None  # steps that the resumed run takes anew
+                    return None  # sampled by steps that the resumed run repeats
                 if version.step == serving.step and version.digest != serving.digest:
                     return None
                 if version.step < serving.step - self._max_staleness:
                     return None
         return bundle.settle(self._put_blob)
 
-    async def _elsewhere(self, order: Order, sampler: Sampler) -> Trajectory:
+    async def _play_remotely(self, order: Order, sampler: Sampler) -> Trajectory:
         loop = asyncio.get_running_loop()
         outcome: asyncio.Future[Bundle | PartLostError | str] = loop.create_future()
 
@@ -133,10 +133,10 @@ class ClusterRunner(Player):
 
         episode = Episode(
             order,
-            arrived=lambda result: _call(loop, settle, result),
-            tally=lambda num_tokens: _call(loop, tally, num_tokens),
+            on_ended=lambda result: _call(loop, settle, result),
+            on_progress=lambda num_tokens: _call(loop, tally, num_tokens),
         )
-        self._control.order(episode)
+        self._control.submit(episode)
         try:
             result = await outcome
         finally:
@@ -151,17 +151,17 @@ class ClusterRunner(Player):
 
 
 def _call(loop: asyncio.AbstractEventLoop, function: Callable[[Any], None], value: Any) -> None:
-    with contextlib.suppress(RuntimeError):  # the run's loop has ended: nobody waits
+    with contextlib.suppress(RuntimeError):  # the run's loop has ended: nothing waits for this
         loop.call_soon_threadsafe(function, value)
 
 
 class AnnouncingSink:
-    """Implements WeightSink: what comes into service here is announced to the clusters."""
+    """Implements WeightSink: announces each activated version to the clusters."""
 
     def __init__(
         self, inner: WeightSink, control: Control, on_announced: Callable[[PolicyVersion], None]
     ) -> None:
-        """`on_announced`: called with what was announced."""
+        """`on_announced`: called with the announced version."""
         self._inner = inner
         self._control = control
         self._on_announced = on_announced
@@ -180,18 +180,18 @@ class AnnouncingSink:
         return self._inner.current()
 
 
-async def _tell_nobody() -> None:
+async def _announce_nothing() -> None:
     """For a run without clusters."""
 
 
 @dataclass(frozen=True, slots=True)
 class Players:
-    """Who plays a run's sessions, and what its weights are brought to."""
+    """The player of a run's sessions and the sink of its weights."""
 
     runner: Player
     sink: WeightSink
-    announce_end: Callable[[], Awaitable[None]] = _tell_nobody
-    """Called once no session will be asked for any more: clusters learn it, those that come later too."""
+    announce_end: Callable[[], Awaitable[None]] = _announce_nothing
+    """Called after the last session: informs the clusters, including those that try to join later."""
 
 
 @contextlib.asynccontextmanager
@@ -205,11 +205,11 @@ async def open_clusters(
     metrics: MetricSink,
     observer: Observer,
 ) -> AsyncIterator[Players]:
-    """Who plays the run's sessions: `here` alone where the configuration names no clusters.
+    """Serves the control API and yields players that use it; `here` itself where no clusters are configured.
 
-    `directory`: of the run. To be left when the run ends, since clusters ask until then. Raises ConfigError,
-    also for an address or a certificate that cannot be used, and StoreError for a weight store that cannot be
-    written.
+    `directory`: of the run. Keep the context open until the run ends: clusters send requests until then.
+    Raises ConfigError, also for an address or a certificate that cannot be used, and StoreError for a weight
+    store that cannot be written.
     """
     settings = config.clusters
     if not settings.listen:
@@ -221,20 +221,20 @@ async def open_clusters(
     store = PatientFolder(open_folder(config.weights.url), config.weights.patience_s)
     await asyncio.to_thread(clear_over, store)
 
-    def count() -> None:
+    def write_counts() -> None:
         step = runner.serving.step if runner.serving is not None else 0
         metrics.write(KIND, step, {**control.figures(), "from_inbox": float(runner.num_from_inbox)})
 
-    def note(version: PolicyVersion) -> None:
+    def on_announced(version: PolicyVersion) -> None:
         runner.serving = version
         inbox.sweep(log.contains)
-        count()
+        write_counts()
 
-    def tell(line: str) -> None:
+    def notify(line: str) -> None:
         observer.say(line)
-        count()
+        write_counts()
 
-    control = Control(settings, make_offer(config, renderer), inbox, lambda line: _call(loop, tell, line))
+    control = Control(settings, describe_run(config, renderer), inbox, lambda line: _call(loop, notify, line))
     runner = ClusterRunner(
         here.runner, control, inbox, put_blob, settings.local_sessions, config.rl.max_staleness
     )
@@ -252,16 +252,16 @@ async def open_clusters(
         command = sampling_command(server.url, settings)
         observer.say(f"control API at {server.url}: `{command}` plays sessions")
         try:
-            yield Players(runner, AnnouncingSink(here.sink, control, note), announce_end)
+            yield Players(runner, AnnouncingSink(here.sink, control, on_announced), announce_end)
         finally:
             inbox.sweep(log.contains)
-            count()
+            write_counts()
             control.finish()
             await asyncio.sleep(min(_FAREWELL_S, settings.lease_s / 4))
 
 
 def _serve(control: Control, settings: ClustersConfig) -> ServerThread:
-    """The control API's server, which listens within its context."""
+    """The control API's server; it listens while its context is open."""
     from etude.controller.clusters.server import build_app
     from etude.serving.process import ServerThread
 
@@ -271,18 +271,18 @@ def _serve(control: Control, settings: ClustersConfig) -> ServerThread:
 
 
 def sampling_command(url: str, settings: ClustersConfig) -> str:
-    """What is typed in another cluster to play sessions of the run at `url`."""
+    """The command that another cluster runs to play sessions of the run at `url`."""
     token = f" --token {settings.token}" if settings.token else ""
     return f"etude sample --control {url}{token} --relay http://RELAY:PORT"
 
 
 _FAREWELL_S = 2.0
-"""In which clusters that wait for sessions learn that there are none any more."""
+"""Time in which waiting clusters receive the news that the run has ended."""
 
 
 def check_clusters(settings: ClustersConfig) -> None:
-    """Refuses what the control API could not begin with: an address that is taken or that others reach
-    without a token, a token or a certificate that cannot be read. Raises ConfigError."""
+    """Raises ConfigError where the control API could not start: an address that is in use or that is public
+    without a token, a token or a certificate that cannot be read."""
     if not settings.listen:
         return
     from starlette.applications import Starlette
@@ -296,8 +296,8 @@ def check_clusters(settings: ClustersConfig) -> None:
     configure(Starlette(), _path(settings.certificate), _path(settings.certificate_key))
 
 
-def make_offer(config: RunConfig, renderer: Renderer) -> dict[str, Any]:
-    """What clusters learn of a run with this settled configuration."""
+def describe_run(config: RunConfig, renderer: Renderer) -> dict[str, Any]:
+    """The description of a run with this settled configuration that clusters receive."""
     return {
         "name": config.name,
         "config": config_document(config),

@@ -1,11 +1,11 @@
-"""A cluster that plays a run's sessions: it asks for them, and may come and go at any time.
+"""A cluster that plays a run's sessions: it claims them, and may join and leave at any time.
 
-    claim ──leases──> sessions (engine, sandboxes) ──bundles──> deliver ──kept, or wanted no more──> over
-    beat: it lives, how far its sessions are      <── which are over
+    claim ──leases──> sessions (engine, sandboxes) ──bundles──> deliver ──accepted, or not needed──> done
+    beat: heartbeat, tokens sampled by lease      <── leases no longer valid
     follow: new weights <── relay
 
-Everything that the run does not answer is asked again: a link that is down for a while costs sessions only if
-the run gives them to somebody else meanwhile, and then it says so.
+Every request that the run does not answer is retried: a link that is down for a while costs only those
+sessions that the run leases to another cluster meanwhile; the next heartbeat's response names them.
 """
 
 from __future__ import annotations
@@ -45,78 +45,78 @@ from etude.weights.folders import Folder
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """What a cluster plays sessions with."""
+    """A cluster's resources: engine, environment and link to the weights."""
 
     runner: Player
     sampler: Sampler
     sink: WeightSink
     blobs: MemoryBlobs
-    """Where `runner` keeps expert routes."""
+    """Where `runner` stores expert routes."""
     fingerprint: RunFingerprint
     max_sessions: int
     kv: KvPolicy
     check: Callable[[], None]
-    """Raises SamplerError where nothing will be sampled any more."""
+    """Raises SamplerError once the engine has failed for good."""
     link: Subscriber
-    """What `sink` fetches weights through."""
+    """Through which `sink` fetches weights."""
     source: str
-    """Where they come from: a relay, or the store itself."""
+    """Address of the weights, for messages: a relay, or the store itself."""
 
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What the run asks of its clusters."""
+    """The run's limits and intervals for its clusters, from its description."""
 
     lease_s: float
     poll_s: float
     max_bytes: int
     store: Folder | None
-    """Where finished sessions go; None: to the run itself."""
+    """Trajectory store for finished sessions; None: they are sent to the run itself."""
 
 
 @dataclass(slots=True)
 class SamplingCounts:
-    """What this process has done."""
+    """Counts of this process."""
 
     played: int = 0
     kept: int = 0
     unwanted: int = 0
-    """Sessions that the run had from somebody else, or no longer wanted, when they were done or before."""
+    """Sessions aborted or not accepted: another cluster delivered them, or the run cancelled them."""
     failed: int = 0
     sent_bytes: int = 0
     versions: int = 0
-    """Of weights that were in service here."""
+    """Versions of weights that were in service here."""
     unanswered: int = 0
-    """Requests that the run did not answer; each was made again."""
+    """Requests that the run did not answer; each was retried."""
 
 
 T = TypeVar("T")
 
 _ATTEMPTS = 5
-"""To deliver a session that the run answers for and does not take."""
+"""Deliveries of one session while the run answers with an error."""
 _SHORTEST_BEAT_S = 2.0
-"""For the answer to a sign of life, after which it is given anew."""
+"""Shortest timeout of a heartbeat's response."""
 OVER = "the run has ended: nothing is left to play"
-"""What a cluster says when it ends with its run."""
+"""Message of a cluster that ends with its run."""
 _OLD_WEIGHTS_S = 1.0
-"""Before weights that could not be had are asked for again."""
+"""Pause after weights that could not be fetched or activated."""
 _NO_NEWS_S = 0.1
-"""Before others are asked for where there are none."""
+"""Pause after a long poll that brought no new weights."""
 
 
 @dataclass(slots=True, eq=False)
 class _Session:
-    """One lease and what runs under it."""
+    """A leased session and the task that plays it."""
 
     identity: TrajectoryId
     view: MemberSampler
     task: asyncio.Task[None] | None = None
     playing: bool = True
-    """Until it is graded; delivering takes no place of the engine's."""
+    """Until it is graded; a session that is being delivered takes no slot of the engine."""
 
 
 class SamplingCluster:
-    """See above. For one event loop."""
+    """Plays a run's sessions, as described above. For one event loop."""
 
     def __init__(
         self,
@@ -129,8 +129,8 @@ class SamplingCluster:
         drain_s: float,
         mark: EndMark | None = None,
     ) -> None:
-        """`patience_s`: how long the run may be away, and for how long weights may fail to come. `drain_s`:
-        how long sessions may go on at the end. `mark`: tells of the run's end once it is away."""
+        """`patience_s`: how long the run may be unreachable, and weights may fail to come. `drain_s`: how
+        long sessions may continue at the end. `mark`: read for the run's end when the run does not answer."""
         self.counts = SamplingCounts()
         self._supply = Supply(site.link, site.source, patience_s)
         self._mark = mark
@@ -146,11 +146,11 @@ class SamplingCluster:
         self._joining = asyncio.Lock()
 
     async def play(self, draining: asyncio.Event) -> None:
-        """Plays until the run is over or `draining` is set; then what runs may finish.
+        """Plays until the run has ended or `draining` is set; then running sessions may finish.
 
-        Raises ConfigError where the run does not take this cluster, ControlLostError where it is away for too
-        long, WeightsLostError where its weights do not come for too long, SamplerError where the engine
-        fails. What runs when it is cancelled is given to others at once.
+        Raises ConfigError where the run refuses this cluster, ControlLostError where it is unreachable for
+        too long, WeightsLostError where its weights do not come for too long, SamplerError where the engine
+        fails. When it is cancelled, its sessions are leased to others at once.
         """
         await unless(draining, unless(self._over, self._join("")))
         if self._member:
@@ -168,7 +168,7 @@ class SamplingCluster:
             try:
                 await _until_first({beating, following, supplied, claiming, over, asked})
             except WeightsLostError as error:
-                lost = error  # what runs may finish
+                lost = error  # running sessions may finish
             await end_tasks(claiming)
             if not self._over.is_set():
                 self._say(f"{len(self._sessions)} sessions may finish")
@@ -180,13 +180,13 @@ class SamplingCluster:
             self._supply.close()
             following.cancel()
             ending = self._abort(list(self._sessions))
-            # Before what runs here is torn down, which may take a while: others may begin.
-            with contextlib.suppress(EtudeError):  # sent in vain where the run is gone, and lapses then
+            # Before the sessions' teardown, which may take a while: other clusters may begin them now.
+            with contextlib.suppress(EtudeError):  # where the run does not answer, the leases expire
                 await asyncio.shield(self._client.leave(self._member))
             await end_tasks(following, *ending)
 
     async def _drain(self, others: set[asyncio.Task[Any]]) -> None:
-        """Waits for what runs. `others`: end the wait when one of them ends; raises what it raised."""
+        """Waits up to `drain_s` for running sessions. `others`: when one ends, stops and raises its error."""
         deadline = asyncio.get_running_loop().time() + self._drain_s
         while self._sessions and not self._over.is_set():
             left_s = deadline - asyncio.get_running_loop().time()
@@ -201,17 +201,19 @@ class SamplingCluster:
     # ---- with the run ---------------------------------------------------------------------------
 
     async def _join(self, former: str) -> None:
-        """Joins in place of `former`, unless that was done meanwhile. What ran under it is over."""
+        """Joins in place of the membership `former`, unless that was done meanwhile; aborts its sessions."""
         async with self._joining:
             if self._member != former:
                 return
             await end_tasks(*self._abort(list(self._sessions)))
             fingerprint = self._site.fingerprint.parts
-            self._member = await self._patiently(lambda: self._client.join(self._name, API, fingerprint))
+            self._member = await self._ask_with_retries(
+                lambda: self._client.join(self._name, API, fingerprint)
+            )
             self._say(f"joined the run at {self._client.url}")
 
-    async def _patiently(self, ask: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Asks until the run answers. Raises ControlLostError where it is away for too long."""
+    async def _ask_with_retries(self, ask: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Retries a request until the run answers. Raises ControlLostError after `patience_s`."""
 
         async def ask_once() -> T:
             try:
@@ -219,7 +221,7 @@ class SamplingCluster:
             except ControlLostError:
                 self.counts.unanswered += 1
                 if self._mark is not None and await self._mark.is_set():
-                    self._over.set()  # what waits for that ends this
+                    self._over.set()  # ends `play`, and this request with it
                 raise
 
         return await retry_async(ask_once, ControlLostError, self._backoff)
@@ -232,7 +234,7 @@ class SamplingCluster:
             running = {lease: session.view.num_tokens for lease, session in self._sessions.items()}
             self._site.check()
             try:
-                answer = await self._patiently(
+                answer = await self._ask_with_retries(
                     lambda m=member, v=version, r=running, t=self._supply.trouble: self._client.beat(
                         m, v, r, t, within_s
                     )
@@ -248,11 +250,11 @@ class SamplingCluster:
                     await self._beat_now.wait()
 
     async def _follow(self) -> None:
-        """Brings the weights that the run announces into service here."""
+        """Activates the weights that the run announces, version after version."""
         while True:
             known = version_key(self._site.sink.current())
-            raw = await self._patiently(lambda k=known: self._client.manifest(k, self._terms.poll_s))
-            if raw is None:  # no others yet, or none any more, which the run's answers to heartbeats say
+            raw = await self._ask_with_retries(lambda k=known: self._client.manifest(k, self._terms.poll_s))
+            if raw is None:  # no new version yet, or none any more, which the heartbeat's response says
                 self._beat_now.set()
                 await asyncio.sleep(_NO_NEWS_S)
                 continue
@@ -264,25 +266,25 @@ class SamplingCluster:
                 self._site.check()
                 if not self._supply.trouble:
                     self._beat_now.set()
-                self._supply.failed(error)
+                self._supply.record_failure(error)
                 await asyncio.sleep(_OLD_WEIGHTS_S)
             else:
-                self._supply.arrived()
+                self._supply.record_arrival()
                 self.counts.versions += 1
                 self._beat_now.set()
                 self._changed.set()
 
     async def _claim(self) -> None:
-        """Begins sessions while there is room."""
+        """Claims and starts sessions while there is room."""
         while True:
-            room = self._site.max_sessions - sum(one.playing for one in self._sessions.values())
+            room = self._site.max_sessions - sum(session.playing for session in self._sessions.values())
             version, member = self._site.sink.current(), self._member
             if room < 1 or version is None:
                 self._changed.clear()
                 await self._changed.wait()
                 continue
             try:
-                answer = await self._patiently(
+                answer = await self._ask_with_retries(
                     lambda m=member, v=version, r=room: self._client.claim(m, v, r, self._terms.poll_s)
                 )
             except UnknownMemberError:
@@ -291,18 +293,18 @@ class SamplingCluster:
             if answer["finished"]:
                 self._over.set()
                 return
-            if member == self._member:  # else these are of a membership that is over
+            if member == self._member:  # else these are of a former membership
                 for raw in answer["leases"]:
                     self._begin(str(raw["lease"]), order_of(raw))
 
     # ---- sessions -------------------------------------------------------------------------------
 
     def _begin(self, lease: str, order: Order) -> None:
-        """Plays a session; after one of its name that is being ended, if there is one."""
-        before = [one.task for one in self._sessions.values() if one.identity == order.identity]
+        """Starts a session; it waits for the end of an aborted one of the same identity, if there is any."""
+        same = [other for other in self._sessions.values() if other.identity == order.identity]
         session = _Session(order.identity, MemberSampler(self._site.sampler, holds=False))
         self._sessions[lease] = session
-        former = {task for task in before if task is not None}
+        former = {other.task for other in same if other.task is not None}
         session.task = asyncio.create_task(self._session(lease, session, order, former))
 
     async def _session(
@@ -312,7 +314,7 @@ class SamplingCluster:
         try:
             if former:
                 await asyncio.wait(former)
-            data = await self._played(session, order)
+            data = await self._play_packed(session, order)
             session.playing = False
             self._changed.set()
             await self._deliver(member, lease, data)
@@ -321,17 +323,17 @@ class SamplingCluster:
             raise
         except UnknownMemberError:
             self.counts.unwanted += 1  # the next request to the run joins again
-        except Exception as error:  # reported to the run, which counts it and has it played elsewhere
+        except Exception as error:  # reported to the run, which counts it and leases it to another cluster
             self.counts.failed += 1
             self._say(f"a session failed: {type(error).__name__}: {error}")
-            with contextlib.suppress(EtudeError):  # then the lease lapses
+            with contextlib.suppress(EtudeError):  # then the lease expires
                 await self._client.fail(member, lease, f"{type(error).__name__}: {error}")
         finally:
             self._sessions.pop(lease, None)
             self._changed.set()
 
-    async def _played(self, session: _Session, order: Order) -> bytes:
-        """Plays a session to its grade; returns it packed."""
+    async def _play_packed(self, session: _Session, order: Order) -> bytes:
+        """Plays and grades a session; returns it packed."""
         try:
             trajectory = (await self._site.runner.play(order, session.view)).trajectory
         finally:
@@ -353,8 +355,8 @@ class SamplingCluster:
         return data
 
     async def _deliver(self, member: str, lease: str, data: bytes) -> None:
-        """Sends a session until the run has it or does not want it. Raises InfrastructureError where it
-        answers and takes it not."""
+        """Sends a session until the run accepts or rejects it. Raises InfrastructureError where it keeps
+        answering with an error."""
         store, name = self._terms.store, session_name(lease)
 
         async def send() -> str:
@@ -362,7 +364,7 @@ class SamplingCluster:
                 await asyncio.to_thread(store.write, name, data)
             self.counts.sent_bytes += len(data)
             body = data if store is None else None
-            return await self._patiently(lambda: self._client.send(member, lease, body))
+            return await self._ask_with_retries(lambda: self._client.send(member, lease, body))
 
         backoff = replace(self._backoff, attempts=_ATTEMPTS)
         lost = (UnknownMemberError, ControlLostError)
@@ -371,20 +373,20 @@ class SamplingCluster:
         else:
             self.counts.unwanted += 1
         if store is not None:
-            with contextlib.suppress(StoreError):  # the run deletes what is left there when it begins again
+            with contextlib.suppress(StoreError):  # the run deletes leftovers when it starts again
                 await asyncio.to_thread(store.delete, name)
 
     def _abort(self, leases: Iterable[str]) -> set[asyncio.Task[Any]]:
-        """Has what runs under these leases end; each tidies up in a time of its own."""
-        sessions = (self._sessions.get(lease) for lease in leases)
-        tasks = {one.task for one in sessions if one is not None and one.task is not None}
+        """Cancels the sessions of these leases, without waiting for their teardown; returns their tasks."""
+        sessions = (self._sessions[lease] for lease in leases if lease in self._sessions)
+        tasks = {session.task for session in sessions if session.task is not None}
         for task in tasks:
             task.cancel()
         return tasks
 
 
 async def _until_first(tasks: set[asyncio.Task[Any]], timeout_s: float | None = None) -> None:
-    """Waits until one of them ends; raises what it raised."""
+    """Waits until one of the tasks ends; raises what it raised."""
     done, _ = await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
     for task in done:
         if not task.cancelled():

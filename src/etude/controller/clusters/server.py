@@ -1,4 +1,4 @@
-"""The control API over HTTP. See `wire` for its routes, `control` for what they do."""
+"""The control API's HTTP server. `wire` lists its routes, `control` implements them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from etude.serving.metrics import Metrics
 from etude.weights.documents import version_of
 
 MOST_CLAIMED = 4096
-"""Sessions that a cluster may ask for at once."""
+"""Most sessions that one request may claim."""
 _BODY_BYTES = 1 << 20
 _NONE = type(None)
 _ERRORS = OwnErrors(
@@ -37,8 +37,8 @@ router = APIRouter(prefix="/v1")
 
 
 def build_app(control: Control, token: str | None) -> FastAPI:
-    """An ASGI application over a run's control. `token`: what clusters must present as a bearer; None: none
-    is asked for."""
+    """An ASGI application for a run's control. `token`: bearer token that clusters must present; None: no
+    token is required."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -69,19 +69,19 @@ async def _fields(request: Request, fields: Fields) -> dict[str, Any]:
 
 @router.get("/run")
 async def get_run(request: Request) -> Response:
-    """What the run is."""
+    """Describes the run."""
     return Json(_control(request).run())
 
 
 @router.get("/manifest")
 async def get_manifest(request: Request, known: str = "") -> Response:
-    """Of the weights in service, once they are another version than `known`, its key; null if none comes."""
+    """Manifest of the weights in service, once their version key differs from `known`; null if none comes."""
     return Json(await _control(request).manifest(known, request.is_disconnected))
 
 
 @router.post("/join", openapi_extra=described(_JOIN))
 async def join(request: Request) -> Response:
-    """A cluster comes."""
+    """Registers a cluster."""
     named = await _fields(request, _JOIN)
     fingerprint = {str(name): str(value) for name, value in named["fingerprint"].items()}
     return Json(_control(request).join(named["name"], named["api"], fingerprint))
@@ -89,7 +89,7 @@ async def join(request: Request) -> Response:
 
 @router.post("/beat", openapi_extra=described(_BEAT))
 async def beat(request: Request) -> Response:
-    """A cluster lives."""
+    """A cluster's heartbeat."""
     named = await _fields(request, _BEAT)
     running = named["running"]
     if not all(isinstance(number, int) and number >= 0 for number in running.values()):
@@ -99,7 +99,7 @@ async def beat(request: Request) -> Response:
 
 @router.post("/claim", openapi_extra=described(_CLAIM))
 async def claim(request: Request) -> Response:
-    """A cluster asks for sessions."""
+    """Leases sessions to a cluster."""
     named = await _fields(request, _CLAIM)
     if not 0 < named["most"] <= MOST_CLAIMED:
         raise UserError(
@@ -113,24 +113,24 @@ async def claim(request: Request) -> Response:
 
 @router.put("/leases/{lease}/session", openapi_extra=described(body=BYTES))
 async def put_session(lease: str, member: str, request: Request, stored: bool = False) -> Response:
-    """A finished session; with `stored` it lies in the trajectory store."""
+    """Receives a finished session; with `stored` it is read from the trajectory store."""
     control = _control(request)
     if stored:
         return Json(await control.fetch_session(member, lease))
     data = await read_body(request, control.settings.max_result_bytes)
-    return Json(await control.take_session(member, lease, data))
+    return Json(await control.receive_session(member, lease, data))
 
 
 @router.post("/leases/{lease}/failure", openapi_extra=described(_FAILURE))
 async def put_failure(lease: str, request: Request) -> Response:
-    """A session that could not be run."""
+    """Receives the failure of a session that could not be run."""
     named = await _fields(request, _FAILURE)
-    return Json(_control(request).take_failure(named["member"], lease, named["cause"]))
+    return Json(_control(request).receive_failure(named["member"], lease, named["cause"]))
 
 
 @router.post("/leave", openapi_extra=described(_MEMBER))
 async def leave(request: Request) -> Response:
-    """A cluster goes."""
+    """Unregisters a cluster."""
     return Json(_control(request).leave((await _fields(request, _MEMBER))["member"]))
 
 

@@ -1,4 +1,4 @@
-"""Whether new weights reach a cluster, and how long it bears that they do not."""
+"""Monitors whether new weights reach a cluster, and how long it tolerates that they do not."""
 
 from __future__ import annotations
 
@@ -13,37 +13,37 @@ _LOOK_S = 1.0
 
 
 class WeightsLostError(WeightUpdateError):
-    """New weights have not reached a cluster for longer than it waits: it is of no use to the run."""
+    """New weights have not reached a cluster for longer than its patience: the run cannot use it."""
 
 
 class Supply:
-    """Keeps account of fetches that fail, or that wait for a store. For one event loop."""
+    """Tracks fetches of weights that fail, or that wait for a store. For one event loop."""
 
     def __init__(
         self, link: Subscriber, source: str, patience_s: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """`source`: where weights come from, for people. `patience_s`: for how long they may fail to come.
+        """`source`: where weights come from, for messages. `patience_s`: how long they may fail to come.
         `clock`: in seconds."""
         self._link, self._source, self._patience_s = link, source, patience_s
         self._clock = clock
         self._failure = ""
         self._since_s: float | None = None
 
-    def failed(self, error: InfrastructureError) -> None:
-        """A version could not be had."""
+    def record_failure(self, error: InfrastructureError) -> None:
+        """A version could not be fetched or activated."""
         self._failure = str(error)
 
-    def arrived(self) -> None:
+    def record_arrival(self) -> None:
         """A version is in service here."""
         self._failure, self._since_s = "", None
 
     @property
     def trouble(self) -> str:
-        """Why new weights do not come; empty while nothing speaks against it."""
+        """Why new weights do not come; empty while no failure is known."""
         return self._failure or self._link.trouble
 
     def check(self) -> None:
-        """Raises WeightsLostError once there has been trouble for too long without a version in between."""
+        """Raises WeightsLostError once trouble has lasted longer than the patience without a new version."""
         trouble = self.trouble
         if not trouble:
             self._since_s = None
@@ -58,18 +58,18 @@ class Supply:
             )
 
     async def watch(self, say: Callable[[str], None]) -> None:
-        """Says when trouble begins and ends, to people, until it raises as `check` does."""
-        was_told = False
+        """Reports through `say` when trouble begins and ends, until it raises as `check` does."""
+        was_reported = False
         while True:
             self.check()
             trouble = self.trouble
-            if trouble and not was_told:
+            if trouble and not was_reported:
                 say(f"weights cannot be had: {trouble}")
-            elif was_told and not trouble:
+            elif was_reported and not trouble:
                 say("weights come again")
-            was_told = bool(trouble)
+            was_reported = bool(trouble)
             await asyncio.sleep(_LOOK_S)
 
     def close(self) -> None:
-        """What is being fetched waits no longer."""
+        """Ends a fetch that waits."""
         self._link.close()

@@ -1,13 +1,13 @@
-"""What a run and its clusters say to each other, as plain JSON values.
+"""The control API between a run and its clusters: routes and JSON documents.
 
-    GET  /v1/run                what the run is: configuration, tokenizer, how it is built; whether it is over
-    POST /v1/join               a cluster comes: its name, how it is built       -> its id
-    POST /v1/beat               it lives; what runs, how far; what it lacks      -> what is over
-    GET  /v1/manifest           of the weights in service
-    POST /v1/claim              asks for sessions, waits for some                -> leases
-    PUT  /v1/leases/ID/session  a finished session, or where it lies             -> what became of it
-    POST /v1/leases/ID/failure  it could not be run
-    POST /v1/leave              the cluster goes
+    GET  /v1/run                describes the run: configuration, tokenizer, fingerprint; whether it has ended
+    POST /v1/join               registers a cluster: name, fingerprint            -> its id
+    POST /v1/beat               heartbeat: tokens by lease, trouble with weights  -> leases no longer valid
+    GET  /v1/manifest           manifest of the weights in service (long poll)
+    POST /v1/claim              claims sessions (long poll)                       -> leases
+    PUT  /v1/leases/ID/session  uploads a finished session, or names its object   -> accepted or why not
+    POST /v1/leases/ID/failure  reports a session that could not be run
+    POST /v1/leave              unregisters the cluster
 
 Everything but `/health` asks for the token.
 """
@@ -30,22 +30,22 @@ from etude.records import PolicyVersion, SamplingParams, TrajectoryId
 from etude.tokens.renderer import Renderer
 
 API = 4
-"""Version of this protocol: both sides refuse another one's."""
+"""Version of this protocol: each side refuses any other."""
 
 _SHARED = ("name", "seed", "num_threads", "device", "dtype", "numerics", "tokenizer", "model", "agent")
-"""What a cluster takes over of a run's configuration, besides parts of `sandbox`, `engine` and `rl`."""
+"""Keys of a run's configuration that clusters adopt, besides parts of `sandbox`, `engine` and `rl`."""
 _LOCAL_SANDBOX = {"backend", "server", "token", "servers", "servers_file", "patience_s"}
 
 
 @dataclass(frozen=True, slots=True)
 class RunFingerprint:
-    """What decides the bits of a session, by name: two processes in which one differs do not play alike."""
+    """What determines a session's exact output, by name: processes that differ in a part play differently."""
 
     parts: Mapping[str, str]
 
     @staticmethod
     def of(config: RunConfig, renderer: Renderer) -> RunFingerprint:
-        """This process's, under a settled configuration."""
+        """The fingerprint of this process under a settled configuration."""
         sandbox = config.sandbox.model_dump_json(exclude=_LOCAL_SANDBOX)
         return RunFingerprint(
             {
@@ -61,7 +61,7 @@ class RunFingerprint:
         )
 
     def check(self, found: Mapping[str, str], name: str) -> None:
-        """Raises ConfigError where `found`, of the cluster of this name, differs."""
+        """Raises ConfigError where `found`, the fingerprint of the cluster `name`, differs."""
         differing = sorted(
             key for key in {*self.parts, *found} if self.parts.get(key, "") != found.get(key, "")
         )
@@ -81,7 +81,7 @@ def _short(parts: Mapping[str, str], key: str) -> str:
 
 
 def config_document(config: RunConfig) -> str:
-    """A settled configuration as another cluster may have it: without what is the run's own affair."""
+    """A settled configuration as sent to clusters: without keys that concern the run's process alone."""
     taken = {name: getattr(config, name) for name in _SHARED}
     defaults = SandboxConfig()
     own = {name: getattr(defaults, name) for name in _LOCAL_SANDBOX - {"backend"}}
@@ -94,7 +94,7 @@ def config_document(config: RunConfig) -> str:
 
 
 def order_document(order: Order) -> dict[str, Any]:
-    """One session to be played."""
+    """A session to play, as JSON."""
     return {
         "task": task_document(order.task),
         "id": list(asdict(order.identity).values()),
@@ -105,7 +105,7 @@ def order_document(order: Order) -> dict[str, Any]:
 
 
 def order_of(raw: Mapping[str, Any]) -> Order:
-    """What `order_document` wrote. Raises InfrastructureError for anything else."""
+    """Reads what `order_document` wrote. Raises InfrastructureError for anything else."""
     try:
         return Order(
             task_of(raw["task"]),
@@ -119,5 +119,5 @@ def order_of(raw: Mapping[str, Any]) -> Order:
 
 
 def version_key(version: PolicyVersion | None) -> str:
-    """Tells versions apart, also those of which the weights are the same; empty for none."""
+    """A key that distinguishes versions, even those with equal weights; empty for none."""
     return "" if version is None else f"{version}:{version.digest}"
