@@ -136,7 +136,7 @@ class World:
             await self.publication.publish(0)
         for step in range(self.trainer.step + 1, self.trainer.step + num_steps + 1):
             await self.publication.while_collecting(asyncio.sleep(collect_s))
-            async with self.publication.changing():
+            async with self.publication.changing_weights():
                 await self.trainer.take_step(train_s)
             await self.publication.publish(step)
         return asyncio.get_running_loop().time() - began
@@ -155,7 +155,7 @@ def test_steps_go_on_while_weights_travel() -> None:
         took = await overlapped.train(4, train_s=10.0)
         assert took == pytest.approx(5.0 + 4 * 10.0), "only the first publication is waited for"
         assert overlapped.utilisation.total["publish"] == pytest.approx(5.0)
-        await overlapped.publication.settle()
+        await overlapped.publication.complete()
         assert overlapped.in_service == [0, 1, 2, 3, 4]
         assert overlapped.sink.served[2][1] == pytest.approx(5.0 + 20.0 + 5.0)
         assert await in_turn.train(4, train_s=10.0) == pytest.approx(5.0 + 4 * 15.0)
@@ -169,7 +169,7 @@ def test_at_most_one_publication_is_under_way() -> None:
     async def play() -> None:
         world = World(stage_s=7.0)
         await world.train(5, train_s=1.0)
-        await world.publication.settle()
+        await world.publication.complete()
         assert world.sink.most_staging == 1
         assert world.in_service == [0, 1, 2, 3, 4, 5]
 
@@ -181,9 +181,9 @@ def test_a_publication_that_fails_is_tried_again(error: Exception) -> None:
     async def play() -> None:
         world = World(stage_s=1.0, sink_fails={2: error})
         await world.train(2, train_s=1.0, collect_s=10.0)
-        await world.publication.settle()
+        await world.publication.complete()
         assert world.in_service == [0, 1, 2]
-        assert world.publication.take()["publications_failed"] == 1.0
+        assert world.publication.pop_metrics()["publications_failed"] == 1.0
         assert [row["failed"] for row in world.metrics.rows] == [str(error)]
         assert "tried again" in world.observer.lines[0]
 
@@ -194,7 +194,7 @@ def test_the_second_attempt_covers_the_step_that_was_taken_meanwhile() -> None:
     async def play() -> None:
         world = World(stage_s=1.0, sink_fails={2: WeightUpdateError("a wrong base")})
         await world.train(2, train_s=1.2)  # the second attempt waits for the second step
-        await world.publication.settle()
+        await world.publication.complete()
         assert world.in_service == [0, 2], "and the step's own publication has nothing left to do"
         assert world.trainer.num_published == 3
 
@@ -205,7 +205,7 @@ def test_weights_that_cannot_be_copied_are_tried_again_beside_the_next_step() ->
     async def play() -> None:
         world = World(stage_s=1.0, trainer_fails={2: StoreError("the upload before failed")})
         await world.train(2, train_s=10.0)
-        await world.publication.settle()
+        await world.publication.complete()
         assert world.in_service[-1] == 2
 
     in_virtual_time(play)
@@ -245,7 +245,7 @@ def test_the_gate_measures_where_the_trainer_still_waits() -> None:
     async def play() -> None:
         world = World(stage_s=2.0, with_gate=True, measure_s=1.0)
         took = await world.train(3, train_s=1.0, collect_s=2.5)
-        await world.publication.settle()
+        await world.publication.complete()
         assert world.gate is not None and world.gate.measured == [0, 1, 2, 3]
         assert took == pytest.approx(3.0 + 2.5 + 1.0 + 2 * (3.0 + 1.0)), "steps wait for a look to end"
 
@@ -257,10 +257,10 @@ def test_publications_that_the_gate_misses_are_counted_and_never_many() -> None:
         world = World(stage_s=2.0, with_gate=True)
         await world.train(9, train_s=5.0)
         assert world.gate is not None and world.gate.measured == [0, 4, 8]
-        assert world.publication.take()["parity_missed"] == 6.0
-        await world.publication.settle()
+        assert world.publication.pop_metrics()["parity_missed"] == 6.0
+        await world.publication.complete()
         assert world.gate.measured == [0, 4, 8, 9], "before anything is saved the newest is looked at"
-        await world.publication.settle()
+        await world.publication.complete()
         assert world.gate.measured == [0, 4, 8, 9]
 
     in_virtual_time(play)
@@ -271,7 +271,7 @@ def test_weights_that_do_not_pass_are_not_settled() -> None:
         world = World(stage_s=2.0, with_gate=True, bad_step=1)
         await world.train(1, train_s=5.0)
         with pytest.raises(ParityError):
-            await world.publication.settle()
+            await world.publication.complete()
         await world.publication.close()
 
     in_virtual_time(play)

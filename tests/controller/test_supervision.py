@@ -110,7 +110,7 @@ def test_a_part_that_fails_is_replaced_by_one_that_is_prepared(harm: str) -> Non
             clock = loop.time
             loop.time = lambda: clock() + FAST.silent_s  # type: ignore[method-assign]
         else:
-            bench.supervisor.lose(first, "somebody's word")
+            bench.supervisor.declare_lost(first, "somebody's word")
         await bench.until(lambda: bench.supervisor.handle not in (first, None))
         with pytest.raises(PartLostError, match="was killed"):
             await first.call(Part.pulse)
@@ -228,19 +228,19 @@ def test_a_machine_on_which_parts_fail_is_avoided_for_a_while() -> None:
     now = [0.0]
     journal = FaultJournal(MemorySink(), RecordingObserver())
     health = Supervision(ClusterConfig(quarantine_after=2, quarantine_s=100.0), journal, lambda: now[0])
-    health.failed("a")
+    health.record_failure("a")
     now[0] = 101.0
-    health.failed("a")
-    assert health.avoided() == frozenset(), "the first failure is long past"
+    health.record_failure("a")
+    assert health.quarantined() == frozenset(), "the first failure is long past"
     now[0] = 150.0
-    health.failed("a")
-    health.failed("b")
-    health.failed("")
-    health.failed("")
-    assert health.avoided() == {"a"}
+    health.record_failure("a")
+    health.record_failure("b")
+    health.record_failure("")
+    health.record_failure("")
+    assert health.quarantined() == {"a"}
     assert journal.counts == {"quarantined": 1}
     now[0] = 251.0
-    assert health.avoided() == frozenset()
+    assert health.quarantined() == frozenset()
 
 
 def test_a_part_is_started_elsewhere_once_its_machine_is_in_quarantine() -> None:
@@ -267,7 +267,7 @@ def test_waits_double_with_failures_in_a_row_and_never_pass_their_bound(lives: l
     failures = StartFailures(settings)
     before = 0.0
     for lived_s in lives:
-        failures.failed(lived_s)
+        failures.record(lived_s)
         if lived_s >= settings.healthy_s or before == 0.0:
             assert failures.wait_s == 0.5
         else:
@@ -279,7 +279,7 @@ def test_counts_of_earlier_sittings_go_on() -> None:
     counts = {"lost": 2, "restarted": 2}
     metrics = MemorySink()
     journal = FaultJournal(metrics, RecordingObserver(), counts)
-    journal.note("trainer", "lost", "why")
+    journal.record("trainer", "lost", "why")
     assert counts == {"lost": 3, "restarted": 2}
     assert metrics.rows == [{"kind": KIND, "step": 5, "name": "trainer", "mode": "lost"}]
 
@@ -290,7 +290,7 @@ def test_who_waits_for_any_of_several_parts_takes_one_that_is_added_meanwhile() 
         other.supervisor._supervision = away.health  # those of one run have it in common
         parts = SupervisedParts[Part](away.health)
         parts.add(away.supervisor)
-        waiting = asyncio.ensure_future(parts.any_ready())
+        waiting = asyncio.ensure_future(parts.wait_any_ready())
         await asyncio.sleep(0.01)
         assert not waiting.done()
         parts.add(other.supervisor)
@@ -300,6 +300,6 @@ def test_who_waits_for_any_of_several_parts_takes_one_that_is_added_meanwhile() 
         await waiting
         await other.supervisor.close()
         with pytest.raises(PartLostError, match="there is none of its kind"):
-            await SupervisedParts[Part](away.health).any_ready()
+            await SupervisedParts[Part](away.health).wait_any_ready()
 
     asyncio.run(run())

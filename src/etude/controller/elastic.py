@@ -179,7 +179,7 @@ class ElasticPool:
             self._note_silence(str(error) or repr(error))
             return None
         if not self._was_heard:
-            self._journal.note("router", "answers")
+            self._journal.record("router", "answers")
         self._heard_s, self._was_heard = self._clock(), True
         return loans
 
@@ -192,7 +192,7 @@ class ElasticPool:
 
     def _note_silence(self, cause: str) -> None:
         if self._was_heard:
-            self._journal.note("router", "does not lend", cause)
+            self._journal.record("router", "does not lend", cause)
         self._was_heard = False
 
     # ---- one replica ----------------------------------------------------------------------------
@@ -218,7 +218,7 @@ class ElasticPool:
                 joining.result()
                 held.is_ready = True
                 self._pauses.pop(held.replica, None)
-                self._journal.note(part, "joined", waited_s=self._clock() - began)
+                self._journal.record(part, "joined", waited_s=self._clock() - began)
                 await over
                 if held.is_lost:
                     self._pause(held.replica)
@@ -230,13 +230,13 @@ class ElasticPool:
             else:
                 self._pause(held.replica)
             event = "refused" if isinstance(error, ConfigError) else "failed"
-            self._journal.note(part, event, str(error) or repr(error))
+            self._journal.record(part, event, str(error) or repr(error))
         finally:
             held.is_ready = False
             await end_tasks(over, joining)
             try:
                 await self._fleet.leave(part)
-                self._journal.note(part, "left", had_s=self._clock() - began)
+                self._journal.record(part, "left", had_s=self._clock() - began)
             finally:
                 self._over.add(held.id)
                 del self._held[held.replica]

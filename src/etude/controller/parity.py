@@ -1,12 +1,12 @@
 """The parity gate: trainer and engine score the same sequences, and must agree.
 
     publish ── stage ── activate ── score (engine) ─┐
-                                  ─ score (trainer) ┴─ figures ── metrics ── stop, warn, go on
-    rollouts ── step ── parity_k3, parity_max ─────────────────────────────── stop, warn, go on
+                                  ─ score (trainer) ┴─ figures ── metrics ── pass, warn or stop
+    rollouts ── step ── parity_k3, parity_max ─────────────────────────────── pass, warn or stop
 
-Scored are the latest rollouts, and before there are any, prompts of the tasks that come next. The engine
-computes them at once, as prompts. So each step's tokens are judged, too, as they were decoded: the first
-update compares those that its own weights sampled, before anything is saved.
+The gate scores the latest rollouts, and before there are any, prompts of the next tasks. The engine computes
+them in one forward pass (prefill). Therefore each step's tokens are also judged as they were decoded: the
+first update compares those that its own weights sampled, before anything is saved.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from etude.records import PolicyVersion, Trajectory
 from etude.training.parity import ParityFigures, choose_sequences, compare_logprobs
 
 _LEAST_SAMPLED = 256
-"""Number of decoded tokens that their mean is judged over. Fewer say nothing: with rounded weights a single
-improbable token may be 0.1 apart."""
+"""Fewest decoded tokens whose mean is judged. Fewer say nothing: with rounded weights a single improbable
+token may differ by 0.1."""
 
 _CAUSES = (
     "look for weights that did not arrive whole (compare digests), another number format on one side, "
@@ -41,7 +41,7 @@ _CAUSES_EXACT = (
 
 
 class ParityGate:
-    """Compares the two sides of one run, a bounded number of tokens at a time."""
+    """Compares trainer and engine of one run, over a bounded number of tokens at a time."""
 
     def __init__(
         self,
@@ -51,14 +51,14 @@ class ParityGate:
         observer: Observer,
         prompts: Sequence[NDArray[np.int32]] = (),
     ) -> None:
-        """`prompts`: what is scored until there are rollouts."""
+        """`prompts`: scored until there are rollouts."""
         self.worst: dict[str, float] = {}
-        """Largest figures of all checks, how many there were and how many failed. A resumed run puts in what
-        earlier sittings found."""
+        """Largest figures of all checks, the number of checks and of failed ones. A resumed run restores the
+        values of earlier sittings."""
         self._config: ParityConfig = config.parity
         self._exact = config.numerics == "invariant"
         self._replays = config.rl.router_replay == "r3"
-        # Tokens that saw keys of older weights differ for that reason.
+        # Tokens that attend to keys of older weights differ for that reason.
         keeps_keys = config.rl.max_staleness > 0 and config.rl.kv_on_update == "keep"
         self._judges_sampled = config.parity.num_sequences > 0 and not keeps_keys
         self._sampled_k3 = self._num_sampled = 0.0
@@ -67,14 +67,14 @@ class ParityGate:
         self._observer = observer
         self._sequences = self._choose(prompts)
 
-    def hold(self, trajectories: Sequence[Trajectory]) -> None:
-        """Scores these from now on, if there is anything in them."""
-        candidates = [segment.tokens for one in trajectories for segment in one.segments]
+    def set_sequences(self, trajectories: Sequence[Trajectory]) -> None:
+        """Scores sequences of these rollouts from now on, if they hold any."""
+        candidates = [segment.tokens for trajectory in trajectories for segment in trajectory.segments]
         self._sequences = self._choose(candidates) or self._sequences
 
     async def measure(self, version: PolicyVersion) -> ParityFigures | None:
-        """Figures of the held sequences under `version`, which both sides must have; None where the gate is
-        off or nothing is held."""
+        """Figures of the current sequences under `version`, which both sides must have; None where the gate
+        is off or there are no sequences."""
         if not self._sequences:
             return None
         engine = [await self._sampler.score(tokens, version) for tokens in self._sequences]
@@ -87,11 +87,11 @@ class ParityGate:
                 received=f"{trainer[0].version}; serving {version}",
             )
         figures = compare_logprobs([s.logprobs for s in trainer], [s.logprobs for s in engine])
-        self._note(figures)
+        self._record_worst(figures)
         return figures
 
     def judge(self, figures: ParityFigures, version: PolicyVersion) -> None:
-        """Raises ParityError, or says so and goes on, where the figures do not pass."""
+        """Raises ParityError, or only warns, as configured, where the figures do not pass."""
         if not (figures.exact if self._exact else figures.passes(self._config.limit)):
             self._refuse(
                 "failed",
@@ -100,9 +100,9 @@ class ParityGate:
             )
 
     def judge_sampled(self, metrics: Mapping[str, float], step: int) -> None:
-        """The same for the tokens of this step as they were decoded; `metrics`: what the trainer reports of
-        it. Only tokens that the weights at the step's beginning sampled count. Where steps have few of them,
-        as asynchronous ones may, those of several steps are judged together."""
+        """As `judge`, for the tokens of this step as they were decoded; `metrics`: the trainer's metrics of
+        the step. Only tokens sampled by the weights at the step's beginning count. Where steps have few of
+        them, as asynchronous ones may, those of several steps are judged together."""
         if not self._judges_sampled or "parity_k3" not in metrics:
             return
         num_tokens, largest = metrics["parity_tokens"], metrics["parity_max"]
@@ -135,7 +135,7 @@ class ParityGate:
     def _choose(self, candidates: Sequence[NDArray[np.int32]]) -> list[NDArray[np.int32]]:
         return choose_sequences(candidates, self._config.num_sequences, self._config.max_tokens)
 
-    def _note(self, figures: ParityFigures) -> None:
+    def _record_worst(self, figures: ParityFigures) -> None:
         for name in ("k3", "p99", "max"):
             value = getattr(figures, name)
             if math.isfinite(value):  # the report's JSON has no other numbers; `failed` counts such checks

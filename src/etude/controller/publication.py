@@ -1,13 +1,13 @@
-"""How the trainer's weights come into service: while everybody waits for them, or while the next step trains.
+"""Publication of the trainer's weights to the engines: between two steps, or overlapped with the next step.
 
     in turn      step k ── publish ── stage ── activate ── gate ── step k + 1
     overlapped   step k ── publish ─┬──────────────── step k + 1 ── publish ...
                                     └─ stage ── activate ── gate
 
 Overlapped, the trainer waits for `publish` alone, which copies its weights: they are encoded, uploaded and
-staged while it goes on, and come into service when all engines that are up have them. At most one
-publication is under way: the next one begins when it has come to its end, so the versions in service lag one
-step more. The admission of sessions learns what is in service, and so keeps to its bound.
+staged while it trains, and come into service when all engines that are up have them. At most one publication
+is in progress: the next one starts when it has ended, so the versions in service lag one step more. The
+admission of sessions is notified of the version in service, and so keeps its staleness bound.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ from etude.records import PolicyVersion
 
 T = TypeVar("T")
 InService = Callable[[int], None]
-"""Called with the step of the weights that sample from now on."""
+"""Callback with the step of the weights that are now in service."""
 
 PARITY_KIND = "parity"
 KIND = "publication"
 
 _AGAIN = Backoff(base_s=0.5, factor=4.0, attempts=3)
-"""Of attempts to publish."""
+"""Between attempts to publish."""
 _MOST_UNMEASURED = 3
-"""Publications in a row that the parity gate may miss because the trainer has gone on."""
+"""Publications in a row that the parity gate may miss because the trainer's weights have changed."""
 
 
 class Publication:
     """Brings the trainer's weights into service, step after step. For one event loop.
 
-    In turn, the trainer waits until its weights are in service and have passed the gate. Overlapped, they
-    travel while it takes its next step: a publication that fails is tried again with the weights that the
-    trainer has then, and the gate, which needs both sides at one version, measures where the trainer still
-    waits when the version comes into service, before anything is saved, and at the latest after three
-    publications that it missed.
+    In turn, the trainer waits until its weights are in service and have passed the gate. Overlapped, they are
+    transferred while it takes its next step: a publication that fails is retried with the trainer's weights
+    at that time. The gate needs both sides at the same version: it measures where the trainer still waits
+    when the version comes into service, before anything is saved, and at the latest after three publications
+    that it missed.
     """
 
     def __init__(
@@ -63,9 +63,9 @@ class Publication:
         clock: Callable[[], float],
         overlap: bool,
     ) -> None:
-        """`gate`: looks at each publication. `observer`: gets publications that failed. `kv`: what becomes
-        of running sessions' keys and values. `wall_s`: of the run, for its metrics. `clock`: in seconds, for
-        figures only."""
+        """`gate`: checks each publication. `observer`: reports failed publications. `kv`: what to do with
+        running sessions' keys and values. `wall_s`: wall time of the run, for its metrics. `clock`: in
+        seconds, for metrics only."""
         self._trainer, self._sink, self._gate = trainer, sink, gate
         self._in_service = in_service
         self._metrics, self._observer, self._utilisation = metrics, observer, utilisation
@@ -74,23 +74,23 @@ class Publication:
         self._overlaps = overlap
         self._task: asyncio.Task[None] | None = None
         self._copied = asyncio.Event()
-        """Whether the trainer may go on, or the publication has ended."""
-        self._trainer_held = asyncio.Lock()
-        """Held to change its weights, or to need them as they are."""
+        """Set once the trainer's weights are copied, or the publication has ended."""
+        self._trainer_lock = asyncio.Lock()
+        """Held while the trainer's weights change, or must not change."""
         self._has_moved_on = False
-        """Whether its weights may be others than those that are under way or in service."""
+        """Whether the trainer's weights may differ from those in transfer or in service."""
         self._served: PolicyVersion | None = None
         self._unmeasured = 0
-        """Publications in a row that the gate missed, up to the one in service."""
+        """Number of publications in a row that the gate missed, up to the one in service."""
         self._travel_s = 0.0
         self._failed = self._missed = 0
-        """Since the last `take`."""
+        """Since the last `pop_metrics`."""
 
     async def publish(self, step: int) -> None:
-        """Brings the trainer's weights, which are those after `step` steps, into service: now, or,
-        overlapped, soon after the publication before this one.
+        """Brings the trainer's weights, those after `step` steps, into service: before it returns, or,
+        overlapped, in the background once the previous publication has ended.
 
-        Raises ParityError where weights do not pass the gate, and what fails for good.
+        Raises ParityError where weights do not pass the gate, and any failure that retries did not overcome.
         """
         self._utilisation.enter("publish")
         if not self._overlaps:
@@ -100,31 +100,31 @@ class Publication:
         if self._served is None or self._served.step != step:  # else a second attempt has covered it
             self._copied.clear()
             self._has_moved_on = False
-            self._task = asyncio.create_task(self._bring())
+            self._task = asyncio.create_task(self._publish_overlapped())
             await self._copied.wait()
             if self._served is None or self._task.done():
                 await self._finish()
         if self._unmeasured >= _MOST_UNMEASURED:
-            await self.settle()
+            await self.complete()
 
-    async def settle(self) -> None:
-        """Returns once the newest weights are in service and have passed the gate. Raises what `publish`
-        does. Between two steps only."""
+    async def complete(self) -> None:
+        """Waits until the newest weights are in service and have passed the gate. Raises as `publish`. To be
+        called between two steps only."""
         await self._finish()
         if self._gate is not None and self._unmeasured and self._served is not None:
             await self._measure(self._gate, self._served)
 
     @contextlib.asynccontextmanager
-    async def changing(self) -> AsyncIterator[None]:
-        """Within it the trainer's weights may change. Waits for the gate, if it has the trainer."""
-        self._utilisation.enter("parity" if self._trainer_held.locked() else "train")
-        async with self._trainer_held:
+    async def changing_weights(self) -> AsyncIterator[None]:
+        """Context within which the trainer's weights may change. Waits for a measurement of the gate."""
+        self._utilisation.enter("parity" if self._trainer_lock.locked() else "train")
+        async with self._trainer_lock:
             self._has_moved_on = True
             yield
 
     async def while_collecting(self, collecting: Coroutine[Any, Any, T]) -> T:
-        """What `collecting` returns, unless new weights can not come into service: raises what `publish`
-        does."""
+        """Awaits `collecting`, and returns its result; stops and raises as `publish` where the publication in
+        progress fails."""
         task = self._task
         if task is None:
             return await collecting
@@ -138,23 +138,23 @@ class Publication:
             await end_tasks(working)
 
     async def close(self) -> None:
-        """Gives up what is under way. Idempotent."""
+        """Cancels the publication in progress. Idempotent."""
         task, self._task = self._task, None
         if task is not None:
-            await end_tasks(task)  # what ended the run is raised already
+            await end_tasks(task)  # the error that ended the run is raised already
 
-    def take(self) -> Mapping[str, float]:
-        """Metrics since the last call, of overlapped publications: seconds from copies of weights to their
-        service, and what did not go well."""
+    def pop_metrics(self) -> Mapping[str, float]:
+        """Metrics of overlapped publications since the last call: seconds from the copy of weights to their
+        activation, failed publications, and those that the gate missed."""
         if not self._overlaps:
             return {}
-        taken = {
+        metrics = {
             "publication_s": self._travel_s,
             "publications_failed": float(self._failed),
             "parity_missed": float(self._missed),
         }
         self._travel_s, self._failed, self._missed = 0.0, 0, 0
-        return taken
+        return metrics
 
     async def _publish_in_turn(self) -> None:
         version = await self._publish()
@@ -164,16 +164,16 @@ class Publication:
         self._in_service(version.step)
 
     async def _finish(self) -> None:
-        """Waits for the publication that is under way; raises what it does."""
+        """Waits for the publication in progress; raises what it raises."""
         if self._task is not None:
             await self._task
             self._task = None
 
-    async def _bring(self) -> None:
-        """Publishes what the trainer has, until it is in service."""
+    async def _publish_overlapped(self) -> None:
+        """Publishes the trainer's weights in the background, and measures parity if they are unchanged."""
         began = self._clock()
         try:
-            version = await self._bring_with_patience()
+            version = await self._publish_with_retries()
         finally:
             self._copied.set()
         self._travel_s += self._clock() - began
@@ -187,7 +187,7 @@ class Publication:
         else:
             await self._measure(self._gate, version)
 
-    async def _bring_with_patience(self) -> PolicyVersion:
+    async def _publish_with_retries(self) -> PolicyVersion:
         def on_failure(error: EtudeError, pause_s: float | None) -> None:
             self._failed += 1
             if pause_s is not None:
@@ -207,9 +207,9 @@ class Publication:
         return manifest.version
 
     async def _measure(self, gate: ParityGate, version: PolicyVersion) -> None:
-        """Has the gate look while nobody changes the trainer's weights."""
+        """Lets the gate measure while the trainer's weights are locked."""
         before = self._utilisation.state
-        async with self._trainer_held:
+        async with self._trainer_lock:
             self._utilisation.enter("parity")
             try:
                 await self._pass_gate(gate, version)

@@ -1,13 +1,13 @@
-"""The RL stage: groups are collected, trained on, and the new weights brought to who samples.
+"""The RL stage: collects groups of rollouts, trains on them, and publishes the new weights to the engines.
 
     collect ── log (fsync) ── train ── publish ── activate ── gate ── save
        ^                                             |
        └────────── new weights in service ───────────┘
 
-With `rl.max_staleness` 0 the collector samples when it is asked, so sampling and training take turns. Above 0
-it samples all the time, and `collect` only waits for what a step still lacks; then new weights may also
-travel while the next step is taken (`publication.py`). The loop is the same, and knows neither which it has
-nor where the parts run. Nothing is saved with weights that did not pass the parity gate.
+With `rl.max_staleness` 0 the collector samples on demand, so sampling and training take turns. Above 0 it
+samples continuously, and `collect` waits only for the groups that a step still lacks; then new weights may
+also be transferred while the next step is taken (`publication.py`). The loop is the same in both modes, and
+independent of where the parts run. No checkpoint is saved with weights that did not pass the parity gate.
 """
 
 from __future__ import annotations
@@ -38,42 +38,42 @@ from etude.store.trajectories import TrajectoryLog
 KIND = "rl"
 UTILISATION_KIND = "utilisation"
 PRICE_KIND = "price"
-"""Of the row that each look at validation tasks writes."""
+"""Kind of the row that each validation writes."""
 TASKS_KIND = "tasks"
-"""Of the row that is written when no task is left."""
+"""Kind of the row that is written when the tasks are exhausted."""
 
 
 PartSeconds = Callable[[], Mapping[str, float]]
-"""Seconds that parts have spent since they were made, by what they did."""
+"""Seconds that parts have spent since they were made, by activity."""
 AfterStep = Callable[[int], Awaitable[None]]
-"""Called with the number of steps taken, after the new weights are in service."""
+"""Callback with the number of steps taken, after the new weights are in service."""
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What one step trains on."""
+    """The groups of one step."""
 
     collected: Collected
     state_after: CollectorState
-    """Collector state from which a resumed run goes on after this step."""
+    """Collector state with which a resumed run continues after this step."""
     rollout_s: float
-    """In which sessions ran, since the last batch."""
+    """Time in which sessions ran, since the last batch."""
 
 
 @dataclass(slots=True)
 class LoopTimes:
-    """Wall seconds of the stage, by what it did."""
+    """Wall seconds of the stage, by activity."""
 
     elapsed_s: float = 0.0
-    """Of all."""
+    """Total."""
     rollout_s: float = 0.0
-    """In which sessions ran."""
+    """Time in which sessions ran."""
     train_s: float = 0.0
     train_tokens: float = 0.0
 
 
 class ReinforcementLoop:
-    """Runs RL steps until their number is reached or somebody stops it."""
+    """Runs RL steps until their number is reached, the tasks are exhausted, or it is stopped."""
 
     def __init__(
         self,
@@ -92,22 +92,22 @@ class ReinforcementLoop:
         overlap: bool = False,
         validation: Validation | None = None,
     ) -> None:
-        """`gate`: looks at publications; none is looked at without it. `kv`: what becomes of running
-        sessions' keys and values. `part_seconds`: what other parts have spent so far, by what they did.
-        `clock`: in seconds, for the figures only. `overlap`: whether new weights come into service while
-        the next step is taken. `validation`: decides on the weight of the price of solved sessions."""
+        """`gate`: checks publications; None: they are not checked. `kv`: what to do with running sessions'
+        keys and values. `part_seconds`: seconds that other parts have spent so far, by activity. `clock`: in
+        seconds, for metrics only. `overlap`: whether new weights come into service while the next step is
+        taken. `validation`: determines the weight of the price of solved sessions."""
         self.times = LoopTimes()
         self.utilisation = Utilisation(clock, part_seconds)
         self.first_step = 0
         self.parity = {"k3": 0.0, "max_abs_dlogp": 0.0}
-        """Worst over all steps: the trainer's log-probabilities against those that were sampled, at the first
-        update, when both have the same weights. A resumed run puts in what earlier sittings found."""
+        """Worst over all steps: the trainer's log-probabilities against the sampled ones, at the first
+        update, when both have the same weights. A resumed run restores the values of earlier sittings."""
         self.sessions: dict[str, float] = {"played": 0.0}
-        """Number played, and of those voided by each cause; of all sittings, as `parity`."""
+        """Number of sessions played, and of those voided by each cause; of all sittings, as `parity`."""
         self.reward = 0.0
         """Mean reward of the last step's sessions."""
         self.exhausted = False
-        """Whether it has ended because no task is left."""
+        """Whether it has ended because no tasks are left."""
         self._trainer = trainer
         self._collector = collector
         self._log = log
@@ -135,22 +135,22 @@ class ReinforcementLoop:
 
     @property
     def collector_state(self) -> Mapping[str, Any]:
-        """State of the collector as of the last step that was trained: what a checkpoint stores."""
+        """State of the collector as of the last step that was trained, for checkpoints."""
         return asdict(self._committed)
 
-    async def settle(self) -> None:
-        """Returns once the newest weights are in service and have passed the gate: before they are saved.
-        Raises ParityError, and what a publication that fails does."""
-        await self._publication.settle()
+    async def complete_publication(self) -> None:
+        """Waits until the newest weights are in service and have passed the gate; call it before saving them.
+        Raises as `Publication.publish`."""
+        await self._publication.complete()
 
     async def run(self, num_steps: int, after_step: AfterStep) -> int:
-        """Goes on from `first_step`, to `num_steps`, a stop, or the end of the tasks; returns how many steps
-        are taken in all. `after_step` saves."""
+        """Runs from `first_step` to `num_steps`, a stop, or the end of the tasks; returns the number of steps
+        taken in all. `after_step` saves."""
         began = self._clock()
         step = self.first_step
         try:
             await self._publication.publish(step)
-            if step == 0 < num_steps:  # else a fall before the second look would be compared with nothing
+            if step == 0 < num_steps:  # a baseline for the second validation's pass rate
                 await self._validate(step)
             async with self._collector.running(self._log, step, num_steps):
                 while step < num_steps and not self._stop:
@@ -164,15 +164,15 @@ class ReinforcementLoop:
                         await self._validate(step)
                     self.utilisation.enter("save")
                     await after_step(step)
-                    self._metrics.write(UTILISATION_KIND, step, self.utilisation.take())
-            await self.settle()
+                    self._metrics.write(UTILISATION_KIND, step, self.utilisation.pop_seconds())
+            await self.complete_publication()
         finally:
             await self._publication.close()
         self.times.elapsed_s += self._clock() - began
         return step
 
     async def _collect(self) -> Batch:
-        """Waits for the next step's groups, and keeps them."""
+        """Waits for the next step's groups, and appends them to the log."""
         began = self._clock()
         self.utilisation.enter("wait")
         collected = await self._publication.while_collecting(self._collector.collect())
@@ -183,7 +183,7 @@ class ReinforcementLoop:
         return Batch(collected, state, collected.figures.get("rollout_s", waited_s))
 
     def _end_tasks(self, step: int, batch: Batch) -> None:
-        """Nothing is left to train on; groups that were dropped at the very end are in the log."""
+        """Records that no tasks are left; groups dropped at the very end are in the log already."""
         self.exhausted, self._committed = True, batch.state_after
         state = batch.state_after
         dropped = float(len(batch.collected.dropped) + len(batch.collected.stale))
@@ -196,12 +196,12 @@ class ReinforcementLoop:
         self._observer.say(f"no task is left after {step} steps")
 
     async def _train(self, step: int, batch: Batch) -> None:
-        """Takes the step of this number, and brings its weights into service."""
-        async with self._publication.changing():
+        """Takes the step of this number, and publishes its weights."""
+        async with self._publication.changing_weights():
             self.utilisation.enter("train")
             trained = await self._trainer.call(Trainer.step, batch.collected.trained)
         if self._gate is not None:
-            self._gate.hold(batch.collected.trajectories)
+            self._gate.set_sequences(batch.collected.trajectories)
         await self._publication.publish(step)
         self._committed = batch.state_after
         self._account(batch, trained)
@@ -211,7 +211,7 @@ class ReinforcementLoop:
         self._discard_blobs(batch.collected.trajectories)
 
     async def _validate(self, step: int) -> None:
-        """Plays validation tasks where it is time to, and sets the weight of the price by what they show."""
+        """Plays validation tasks if they are due, and sets the weight of the price by their pass rate."""
         validation = self._validation
         if validation is None or step % validation.reward.price.validate_every:
             return
@@ -235,12 +235,12 @@ class ReinforcementLoop:
         self.times.train_tokens += trained["train_tokens"]
         for name, metric in (("k3", "parity_k3"), ("max_abs_dlogp", "parity_max")):
             value = trained.get(metric, 0.0)
-            if math.isfinite(value):  # the report's JSON has no other numbers; the step's own row tells it
+            if math.isfinite(value):  # the report's JSON has no other numbers; the step's own row has them
                 self.parity[name] = max(self.parity[name], value)
 
     def _report(self, step: int, batch: Batch, trained: Mapping[str, float]) -> None:
         groups = batch.collected
-        # Siblings are of states that were chosen: the policy's figures are those of whole sessions.
+        # Siblings start from chosen states: the policy's metrics are those of whole sessions.
         sessions = [t for t in groups.trajectories if "forked_from" not in t.facts]
         graded = [t for t in sessions if t.reward is not None]
         self.sessions["played"] += len(sessions)
@@ -260,7 +260,7 @@ class ReinforcementLoop:
             **summarize_behaviour(graded),
             **summarize_voided(sessions),
             **groups.figures,
-            **self._publication.take(),
+            **self._publication.pop_metrics(),
             **trained,
         }
         self._metrics.write(KIND, step, values)
@@ -269,8 +269,8 @@ class ReinforcementLoop:
 
 @dataclass(frozen=True, slots=True)
 class Validation:
-    """The tasks that decide on the weight of the price of solved sessions. Where rollouts and training take
-    turns: nothing else samples meanwhile."""
+    """Validation sessions, which determine the weight of the price of solved sessions. Only where rollouts
+    and training take turns: nothing else samples meanwhile."""
 
     play: Callable[[], Awaitable[list[Trajectory]]]
     """One greedy session for each task, with the weights in service."""
@@ -284,7 +284,7 @@ def make_collector(
     config: RunConfig,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Collector:
-    """The collector that a configuration asks for. `clock`: in seconds, for the figures only."""
+    """The collector of a configuration. `clock`: in seconds, for metrics only."""
     rl, name, seed = config.rl, config.name, config.seed
     if not rl.max_staleness:
         return GroupCollector(environment, sampler, tasks, rl, name, seed)
@@ -292,13 +292,13 @@ def make_collector(
 
 
 def overlaps_publication(config: RunConfig) -> bool:
-    """Whether new weights come into service while the next step is taken. Where trainer and engine take turns
-    a step leaves nothing beside it that could go on."""
+    """Whether new weights come into service while the next step is taken. Not where trainer and engine take
+    turns on the same devices: nothing can run during a step."""
     return config.is_apart and config.rl.max_staleness > 0 and config.rl.overlap_publication
 
 
 def _count_verdict(groups: Sequence[Group], *, passed: bool) -> int:
-    """Groups of which every graded member passed, or none did; partial credit is no pass."""
+    """Number of groups in which every graded member passed, or none did; partial credit is no pass."""
     return sum(
         all(m.reward is None or (m.reward.task == 1.0) == passed for m in group.members) for group in groups
     )

@@ -11,15 +11,15 @@ from etude.observe import Observer
 
 
 class StopSignal:
-    """Set by the first SIGINT or SIGTERM, or when the time is up; looked at between two steps.
+    """Set by the first SIGINT or SIGTERM, or when the time is up; checked between two steps.
 
-    A step is never torn: what is saved after it is whole. A second SIGINT raises KeyboardInterrupt at once.
-    Outside the main thread only the time counts.
+    A step is never interrupted, so what is saved after it is consistent. A second SIGINT raises
+    KeyboardInterrupt at once. Outside the main thread only the time limit applies.
     """
 
     def __init__(self, observer: Observer, max_wall_s: float = 0.0, already_s: float = 0.0) -> None:
-        """`max_wall_s`: of this sitting; 0: no limit. `already_s`: wall time that earlier sittings of this
-        run have used."""
+        """`max_wall_s`: limit of this sitting; 0: none. `already_s`: wall time of the run's earlier
+        sittings."""
         self._observer = observer
         self._max_wall_s = max_wall_s
         self._already_s = already_s
@@ -44,8 +44,7 @@ class StopSignal:
 
     @property
     def interrupted(self) -> bool:
-        """Whether somebody asked to stop, or this sitting's time is used up: the run is to be saved as it is,
-        unfinished."""
+        """Whether a signal came, or this sitting's time is used up: the run is saved as it is, unfinished."""
         is_late = bool(self._max_wall_s) and time.monotonic() - self._began >= self._max_wall_s
         return self._signalled or is_late
 

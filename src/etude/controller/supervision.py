@@ -1,12 +1,12 @@
-"""Keeping the parts of a run going: heartbeats, restarts with back-off, quarantine.
+"""Supervision of a run's processes: heartbeats, restarts with back-off, quarantine of machines.
 
     starting ──prepared──> ready ──dies, or is silent──> waiting ──back-off──> starting
         └──────fails──────────────────────────────────────> │
                                                             └──too often in a row──> given up
 
-A part is ready only when `prepare` has brought it to where it must be: an engine to the version in service,
-a trainer to the step that the run is at. Until then nobody gets its handle. Waits are measured by this
-process's monotonic clock alone; no time of another machine is ever looked at.
+A part is ready only when `prepare` has restored its state: an engine serves the version in service, a trainer
+is at the run's step. Until then its handle is not handed out. Waits are measured by this process's monotonic
+clock alone; clocks of other machines are never read.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from etude.observe import MetricSink, Observer
 from etude.protocols import Handle
 
 KIND = "fault"
-"""Of the rows of metrics: one per event of a part."""
+"""Kind of the metric rows: one per event of a part."""
 
 
 PartT = TypeVar("PartT", bound="Pulsing")
@@ -34,21 +34,21 @@ T = TypeVar("T")
 
 
 class Pulsing(Protocol):
-    """A part that says that it is well."""
+    """A part that answers heartbeats."""
 
     async def pulse(self) -> Any:
-        """How far it has come. Raises where it is not well."""
+        """Returns its progress. Raises where the part has failed."""
 
 
 Spawn = Callable[[frozenset[str]], Awaitable[Handle[PartT]]]
-"""Starts the part's process; not on those machines, if it can be helped."""
+"""Starts the part's process; avoids the given machines where possible."""
 Prepare = Callable[[Handle[PartT]], Awaitable[None]]
-"""Brings a new process of the part to where the run is."""
+"""Brings a new process of the part to the run's current state."""
 Clock = Callable[[], float]
 
 
 class FaultJournal:
-    """What failed and what was done about it: rows of metrics, words, counts."""
+    """Records faults and restarts: as metric rows, messages and counts."""
 
     def __init__(
         self,
@@ -57,15 +57,15 @@ class FaultJournal:
         counts: dict[str, int] | None = None,
         kind: str = KIND,
     ) -> None:
-        """`counts`: of earlier sittings; they are counted on. `kind`: of the rows."""
+        """`counts`: of earlier sittings; they are added to. `kind`: of the rows."""
         self.counts = counts if counts is not None else {}
         """Events by name, of all parts."""
         self._metrics = metrics
         self._observer = observer
         self._kind = kind
 
-    def note(self, part: str, event: str, cause: str = "", **values: float) -> None:
-        """Counts one event of a part, tells it and writes its row."""
+    def record(self, part: str, event: str, cause: str = "", **values: float) -> None:
+        """Counts one event of a part, reports it and writes its row."""
         self.counts[event] = self.counts.get(event, 0) + 1
         number = sum(self.counts.values())
         self._metrics.write(self._kind, number, {"name": part, "mode": event, **values})
@@ -73,39 +73,40 @@ class FaultJournal:
 
 
 class Supervision:
-    """What all supervisors of a run have in common: how patient they are, where they note faults, when a part
-    has come up or is given up, and which machines have failed so often of late that nothing should be started
-    on them."""
+    """State that all supervisors of a run share: settings, fault journal, notification of parts that become
+    ready or are given up, and the machines in quarantine: those that failed so often lately that no part
+    should be started there."""
 
     def __init__(self, settings: ClusterConfig, journal: FaultJournal, clock: Clock = time.monotonic) -> None:
         self.settings = settings
         self.journal = journal
         self.clock = clock
         self.changes = Changes()
-        """Of any part."""
+        """Notified when any part becomes ready or is given up."""
         self._failures: dict[str, deque[float]] = {}
         self._until: dict[str, float] = {}
 
-    def failed(self, node: str) -> None:
-        """A part on that machine failed. The machine without a name, this process's, is never avoided."""
+    def record_failure(self, node: str) -> None:
+        """Counts a failure of a part on that machine. The unnamed one, this process's, is never
+        quarantined."""
         if not node:
             return
         now = self.clock()
         failures = self._failures.setdefault(node, deque(maxlen=self.settings.quarantine_after))
         failures.append(now)
         recent = sum(now - at <= self.settings.quarantine_s for at in failures)
-        if recent == self.settings.quarantine_after and node not in self.avoided():
+        if recent == self.settings.quarantine_after and node not in self.quarantined():
             self._until[node] = now + self.settings.quarantine_s
-            self.journal.note(f"machine {node[:8]}", "quarantined", f"{recent} failures")
+            self.journal.record(f"machine {node[:8]}", "quarantined", f"{recent} failures")
 
-    def avoided(self) -> frozenset[str]:
+    def quarantined(self) -> frozenset[str]:
         """Machines in quarantine now."""
         now = self.clock()
         return frozenset(node for node, until in self._until.items() if now < until)
 
     async def wait_until(self, holds: Callable[[], bool], within_s: float | None, name: str) -> None:
-        """Waits for the change after which `holds`. Raises PartLostError where none comes in time. `name`: of
-        what is waited for."""
+        """Waits until `holds` after some change. Raises PartLostError where it does not in time. `name`: of
+        the parts that are waited for."""
         try:
             async with asyncio.timeout(within_s):
                 await self.changes.until(holds)
@@ -119,14 +120,14 @@ class Supervision:
 
 @dataclass(slots=True)
 class StartFailures:
-    """How long to wait before the next start: doubles with every failure in a row."""
+    """Back-off between starts: the wait doubles with every failure in a row."""
 
     settings: ClusterConfig
     count: int = 0
     """In a row."""
 
-    def failed(self, lived_s: float) -> None:
-        """Counts a failure of a part that lived so long."""
+    def record(self, lived_s: float) -> None:
+        """Counts a failure of a part that had lived for `lived_s`."""
         self.count = 1 if lived_s >= self.settings.healthy_s else self.count + 1
 
     @property
@@ -141,7 +142,7 @@ class StartFailures:
 
 
 class Supervisor(Generic[PartT]):
-    """Keeps one part going, process after process. For one event loop."""
+    """Runs one part and restarts its process when it is lost. For one event loop."""
 
     def __init__(
         self,
@@ -153,13 +154,13 @@ class Supervisor(Generic[PartT]):
         on_pulse: Callable[[Any], None] | None = None,
         journal: FaultJournal | None = None,
     ) -> None:
-        """`on_loss`: called with the cause when the part is no longer ready. `on_pulse`: called with
-        what its heartbeats answer. `journal`: where its faults are noted, if not with the others'."""
+        """`on_loss`: called with the cause when the part is no longer ready. `on_pulse`: called with the
+        answers to its heartbeats. `journal`: of its faults, instead of the shared one."""
         self.name = name
         self.handle: Handle[PartT] | None = None
         """The part while it is ready, else None."""
         self.failure: PartLostError | None = None
-        """Why it is started no more."""
+        """Why it is no longer restarted."""
         self._spawn, self._prepare = spawn, prepare
         self._settings, self._supervision = supervision.settings, supervision
         self._journal = journal or supervision.journal
@@ -168,24 +169,24 @@ class Supervisor(Generic[PartT]):
         self._failures = StartFailures(supervision.settings)
         self._task: asyncio.Task[None] | None = None
         self._lost: asyncio.Future[str] | None = None
-        """Of the process at hand: set, with the cause, when it is given up."""
+        """Of the current process: resolved with the cause when it is declared lost."""
 
     async def start(self) -> None:
-        """Starts the part for the first time. What is wrong then is raised, and not tried again, but for a
-        process that dies on the way."""
+        """Starts the part for the first time. Errors are raised rather than retried, except for a process
+        that dies while it starts."""
         try:
-            handle = await self._begin()
+            handle = await self._start_process()
         except PartLostError as error:
-            self._note_failed_start(error)
-            again = await self._begin_again(str(error))
-            if again is None:
+            self._record_failed_start(error)
+            restarted = await self._restart(str(error))
+            if restarted is None:
                 assert self.failure is not None
                 raise self.failure from error
-            handle = again
-        self._task = asyncio.create_task(self._watch_over(handle))
+            handle = restarted
+        self._task = asyncio.create_task(self._supervise(handle))
 
     async def ready(self, within_s: float | None = None) -> Handle[PartT]:
-        """The part, once it is ready. Raises PartLostError if it is started no more, or not in time."""
+        """The part, once it is ready. Raises PartLostError if it was given up, or is not ready in time."""
         await self._supervision.wait_until(
             lambda: self.handle is not None or self.failure is not None, within_s, self.name
         )
@@ -194,11 +195,12 @@ class Supervisor(Generic[PartT]):
             raise self.failure
         return self.handle
 
-    async def persist(self, what: str, ask: Callable[[Handle[PartT]], Awaitable[T]]) -> T:
-        """What the part answers to `ask`, though processes are lost at it. `what`: names that for people.
+    async def call_with_restarts(self, what: str, ask: Callable[[Handle[PartT]], Awaitable[T]]) -> T:
+        """Calls the part through `ask`; repeats the call where its process is lost. `what`: name of the call,
+        for messages.
 
-        Raises PartLostError where the part does not come back, and where `give_up_after` processes in a row
-        were lost: it would not get on.
+        Raises PartLostError where the part does not come back, and where this call lost `give_up_after`
+        processes in a row.
         """
         num_lost = 0
         while True:
@@ -206,7 +208,7 @@ class Supervisor(Generic[PartT]):
             try:
                 return await ask(handle)
             except PartLostError as error:
-                self.lose(handle, str(error))
+                self.declare_lost(handle, str(error))
                 num_lost += 1
                 if num_lost >= self._settings.give_up_after:
                     raise PartLostError(
@@ -216,9 +218,8 @@ class Supervisor(Generic[PartT]):
                         fix="remove the cause, then continue with --resume",
                     ) from error
 
-    def lose(self, handle: Handle[PartT], cause: str) -> None:
-        """Gives a process of the part up: it is killed and another one started. Does nothing if that is what
-        is happening already."""
+    def declare_lost(self, handle: Handle[PartT], cause: str) -> None:
+        """Kills a process of the part and starts another one. Does nothing if it was replaced already."""
         if handle is self.handle:
             assert self._lost is not None, "made with the process"
             self.handle = None
@@ -234,31 +235,31 @@ class Supervisor(Generic[PartT]):
             handle, self.handle = self.handle, None
             await handle.stop()
 
-    async def _begin(self) -> Handle[PartT]:
-        """A process that is prepared, and from now on ready."""
-        handle = await self._spawn(self._supervision.avoided())
+    async def _start_process(self) -> Handle[PartT]:
+        """Starts and prepares a process; marks the part as ready."""
+        handle = await self._spawn(self._supervision.quarantined())
         try:
             await self._prepare(handle)
         except BaseException as error:
             handle.kill()
             if isinstance(error, EtudeError):
-                self._supervision.failed(handle.node)
+                self._supervision.record_failure(handle.node)
             raise
         self.handle = handle
         self._lost = asyncio.get_running_loop().create_future()
         self._supervision.changes.tell()
         return handle
 
-    async def _watch_over(self, handle: Handle[PartT]) -> None:
+    async def _supervise(self, handle: Handle[PartT]) -> None:
         try:
-            await self._keep_going(handle)
-        except Exception as error:  # such as a full disk that takes no row: nobody may wait for ever
+            await self._run_processes(handle)
+        except Exception as error:  # such as a full disk that takes no row: no caller may wait for ever
             last, self.handle = self.handle, None
             if last is not None:
                 last.kill()
             self._give_up("cannot be watched over", repr(error))
 
-    async def _keep_going(self, handle: Handle[PartT]) -> None:
+    async def _run_processes(self, handle: Handle[PartT]) -> None:
         while True:
             began = self._clock()
             cause = await self._until_lost(handle)
@@ -267,33 +268,33 @@ class Supervisor(Generic[PartT]):
             handle.kill()
             if self._on_loss is not None:
                 self._on_loss(cause)
-            self._journal.note(self.name, "lost", cause, lived_s=lost_at - began)
-            self._supervision.failed(handle.node)
-            self._failures.failed(lost_at - began)
-            again = await self._begin_again(cause)
-            if again is None:
+            self._journal.record(self.name, "lost", cause, lived_s=lost_at - began)
+            self._supervision.record_failure(handle.node)
+            self._failures.record(lost_at - began)
+            restarted = await self._restart(cause)
+            if restarted is None:
                 return
-            handle = again
-            self._journal.note(self.name, "restarted", down_s=self._clock() - lost_at)
+            handle = restarted
+            self._journal.record(self.name, "restarted", down_s=self._clock() - lost_at)
 
-    async def _begin_again(self, cause: str) -> Handle[PartT] | None:
-        """Another process, however many starts it takes; None once the part is given up."""
+    async def _restart(self, cause: str) -> Handle[PartT] | None:
+        """Starts another process, with as many attempts as it takes; None once the part is given up."""
         while not self._failures.exhausted:
             await asyncio.sleep(self._failures.wait_s)
             try:
-                return await self._begin()
+                return await self._start_process()
             except EtudeError as error:
                 cause = str(error)
-                self._note_failed_start(error)
-            except Exception as error:  # a fault of ours, which another process would meet as well
+                self._record_failed_start(error)
+            except Exception as error:  # a defect of our own, which another process would meet as well
                 cause = repr(error)
                 break
-        self._journal.note(self.name, "given up", cause)
+        self._journal.record(self.name, "given up", cause)
         self._give_up(f"failed {self._failures.count} times in a row", cause)
         return None
 
     def _give_up(self, what: str, cause: str) -> None:
-        """Raises in all that wait for the part, now or later."""
+        """Makes all callers that wait for the part raise, now or later."""
         self.failure = PartLostError(
             f"{what}, and is started no more",
             field=self.name,
@@ -302,12 +303,12 @@ class Supervisor(Generic[PartT]):
         )
         self._supervision.changes.tell()
 
-    def _note_failed_start(self, error: EtudeError) -> None:
-        self._journal.note(self.name, "not started", str(error))
-        self._failures.failed(0.0)
+    def _record_failed_start(self, error: EtudeError) -> None:
+        self._journal.record(self.name, "not started", str(error))
+        self._failures.record(0.0)
 
     async def _until_lost(self, handle: Handle[PartT]) -> str:
-        """Sends heartbeats until one is not answered in time, or somebody gives the process up; the cause."""
+        """Sends heartbeats until one fails or the process is declared lost; returns the cause."""
         assert self._lost is not None
         beats = asyncio.ensure_future(self._beat(handle))
         try:
@@ -324,26 +325,27 @@ class Supervisor(Generic[PartT]):
                     answer = await handle.call(Pulsing.pulse)
             except TimeoutError:
                 return f"answered no heartbeat for {self._settings.silent_s:.0f} s"
-            except Exception as error:  # whatever a part says that is not well
+            except Exception as error:  # whatever a failed part raises
                 return f"{type(error).__name__}: {error}"
             if self._on_pulse is not None:
                 self._on_pulse(answer)
 
 
 class SupervisedParts(Generic[PartT]):
-    """Several parts of one kind, of which some may be away. For one event loop."""
+    """The supervisors of several parts of one kind, some of which may be down. For one event loop."""
 
     def __init__(self, supervision: Supervision) -> None:
         self._supervision = supervision
         self._supervisors: dict[str, Supervisor[PartT]] = {}
 
     def add(self, supervisor: Supervisor[PartT]) -> None:
-        """One more, which is started elsewhere or by `start`."""
+        """Adds a supervisor; the caller or `start` starts it."""
         self._supervisors[supervisor.name] = supervisor
         self._supervision.changes.tell()
 
     def remove(self, name: str) -> Supervisor[PartT] | None:
-        """One less; it is closed elsewhere. None where there is none of that name."""
+        """Removes and returns a supervisor, for the caller to close. None where there is none of that
+        name."""
         return self._supervisors.pop(name, None)
 
     async def start(self) -> None:
@@ -354,21 +356,22 @@ class SupervisedParts(Generic[PartT]):
         """Stops all of them."""
         await asyncio.gather(*(supervisor.close() for supervisor in self._supervisors.values()))
 
-    def lose(self, handle: Handle[PartT], cause: str) -> None:
-        """Another process takes the place of this one, if it has not already."""
+    def declare_lost(self, handle: Handle[PartT], cause: str) -> None:
+        """As `Supervisor.declare_lost`, for the part that this process belongs to."""
         for supervisor in self._supervisors.values():
-            supervisor.lose(handle, cause)
+            supervisor.declare_lost(handle, cause)
 
-    async def any_ready(self) -> None:
-        """Waits until one is up, be it one that is added meanwhile. Raises PartLostError once none will be,
-        or none is in time."""
+    async def wait_any_ready(self) -> None:
+        """Waits until a part is ready, possibly one that is added meanwhile. Raises PartLostError once all
+        are given up, or none is ready in time."""
 
         def is_decided() -> bool:
             parts = self._supervisors.values()
-            return any(one.handle for one in parts) or all(one.failure for one in parts)
+            return any(part.handle for part in parts) or all(part.failure for part in parts)
 
         patience_s, names = self._supervision.settings.patience_s, ", ".join(self._supervisors)
         await self._supervision.wait_until(is_decided, patience_s, names)
-        if not any(one.handle for one in self._supervisors.values()):
+        parts = self._supervisors.values()
+        if not any(part.handle for part in parts):
             missing = PartLostError("there is none of its kind", fix="let one join")
-            raise next((one.failure for one in self._supervisors.values() if one.failure), missing)
+            raise next((part.failure for part in parts if part.failure), missing)

@@ -435,15 +435,15 @@ class _Saver:
     ) -> None:
         self._run, self._trainer, self._loop, self._beside = run, trainer, loop, beside
         if beside is not None:
-            beside.go_on_from(loop.first_step)
+            beside.resume_from(loop.first_step)
 
     async def __call__(self, step: int) -> None:
         run = self._run
         if self._beside is not None:
-            self._beside.look(run.stop.elapsed_s)
+            self._beside.judge_if_due(run.stop.elapsed_s)
         every = run.config.checkpoint.curve_every_steps
         if every and step % every == 0:
-            await self._loop.settle()
+            await self._loop.complete_publication()
             name = f"rl-{step:05d}"
             with run.noting_curve(name):
                 await self._trainer.call(TrainingPart.save_model, run.run.checkpoints / CURVE / name)
@@ -453,13 +453,13 @@ class _Saver:
     async def finish(self) -> None:
         """After the last step: returns once all is judged and on disk."""
         if self._beside is not None and not self._run.stop.interrupted:
-            await self._beside.settle()
+            await self._beside.wait()
         await self._save()
         await self._trainer.call(TrainingPart.flush)
 
     async def _save(self) -> None:
         """The resumable checkpoint of the RL stage, of what has passed the parity gate."""
-        await self._loop.settle()
+        await self._loop.complete_publication()
         run = self._run
         extra = {
             "stage": "rl",

@@ -7,7 +7,7 @@ import pytest
 
 from etude.config import ClusterConfig
 from etude.controller.local import LocalHandle
-from etude.controller.remote.evaluation import EvaluationBeside, EvaluationPart, Judged
+from etude.controller.remote.evaluation import EvaluationBeside, EvaluationPart, JudgedVersion
 from etude.controller.supervision import FaultJournal, Supervision
 from etude.environment.episodes import EpisodeLimits
 from etude.errors import WeightUpdateError
@@ -38,14 +38,16 @@ class Judge:
     async def pulse(self) -> None:
         """Is well."""
 
-    async def judge(self, manifest: WeightManifest, tasks: Sequence[Task]) -> Judged:
+    async def judge(self, manifest: WeightManifest, tasks: Sequence[Task]) -> JudgedVersion:
         self.asked.append(manifest.version.step)
         self.dies()
         await self.may_end.wait()
         if self.error is not None:
             raise self.error
         step = manifest.version.step
-        return Judged(manifest.version, {"pass_rate": step / 100, "greedy": 0.5}, (str(manifest.version),))
+        return JudgedVersion(
+            manifest.version, {"pass_rate": step / 100, "greedy": 0.5}, (str(manifest.version),)
+        )
 
 
 class Bench:
@@ -78,7 +80,7 @@ class Bench:
     def look_at(self, *steps: int) -> None:
         """These come into service, one after the other."""
         for self.step in steps:
-            self.beside.look(float(self.step))
+            self.beside.judge_if_due(float(self.step))
 
     @property
     def judged(self) -> list[dict[str, Any]]:
@@ -89,18 +91,18 @@ def test_every_so_many_steps_the_version_in_service_is_judged_and_nobody_waits()
     async def run() -> None:
         bench = Bench(every_steps=5)
         await bench.beside.start()
-        bench.beside.go_on_from(7)
+        bench.beside.resume_from(7)
         judge = bench.handles[0].part
         bench.look_at(8, 9, 10, 11)
         await until(lambda: judge.asked == [10])
         bench.look_at(14, 16)
         assert [line for line in bench.observer.lines if "left out" in line], "step 16: the last is not over"
         judge.may_end.set()
-        await bench.beside.settle()
+        await bench.beside.wait()
         assert [(row["step"], row["wall_s"], row["split"]) for row in bench.judged] == [(10, 10.0, "during")]
         assert bench.judged[0]["versions"] == str(PolicyVersion("run", 10))
         bench.look_at(17, 18, 19, 20)
-        await bench.beside.settle()
+        await bench.beside.wait()
         assert [row["pass_rate"] for row in bench.judged] == [0.1, 0.2]
         await bench.beside.close()
 
@@ -116,7 +118,7 @@ def test_an_evaluation_whose_process_dies_is_begun_anew() -> None:
         bench.handles[0].kill()
         await until(lambda: len(bench.handles) == 2)
         bench.handles[1].part.may_end.set()
-        await bench.beside.settle()
+        await bench.beside.wait()
         assert [row["step"] for row in bench.judged] == [1]
         assert bench.journal.counts == {"lost": 1, "restarted": 1}
         await bench.beside.close()
@@ -131,12 +133,12 @@ def test_an_evaluation_that_no_process_outlives_is_given_up() -> None:
         bench.are_mortal = True
         await bench.beside.start()
         bench.look_at(1)
-        await bench.beside.settle()
+        await bench.beside.wait()
         assert len(bench.handles) >= FAST.give_up_after
         assert bench.journal.counts["evaluation failed"] == 1
         bench.are_mortal = False
         bench.look_at(2)
-        settled = asyncio.ensure_future(bench.beside.settle())
+        settled = asyncio.ensure_future(bench.beside.wait())
         while not settled.done():
             bench.handles[-1].part.may_end.set()
             await asyncio.sleep(0.01)
@@ -155,10 +157,10 @@ def test_an_evaluation_that_fails_is_counted_and_the_next_one_is_made(error: Exc
         judge.may_end.set()
         judge.error = error
         bench.look_at(1)
-        await bench.beside.settle()
+        await bench.beside.wait()
         judge.error = None
         bench.look_at(2)
-        await bench.beside.settle()
+        await bench.beside.wait()
         assert [row["step"] for row in bench.judged] == [2]
         assert bench.journal.counts == {"evaluation failed": 1}
         await bench.beside.close()

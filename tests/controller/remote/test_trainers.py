@@ -38,7 +38,7 @@ class Counting:
         self._model = LanguageModel(config(directory).model, 300)
         self._model.initialise(0)
 
-    async def do(self, method: str, *arguments: Any) -> Reply:
+    async def call_part(self, method: str, *arguments: Any) -> Reply:
         self.asked.append(method)
         if method == self.dies_at:
             assert self.handle is not None

@@ -183,7 +183,7 @@ def test_a_defect_in_a_worker_s_leaving_is_told(tmp_path: Path, monkeypatch: pyt
 
     async def run() -> None:
         async with pooled(tmp_path, num_workers=2) as pool:
-            monkeypatch.setattr(pool.workers.episodes, "_hear_last", fail)
+            monkeypatch.setattr(pool.workers.episodes, "_fetch_last_times", fail)
             pool.files.ask(1)
             told = [("worker-1", "did not leave in good order"), ("worker-1", "left")]
             await until(lambda: pool.events() == told)

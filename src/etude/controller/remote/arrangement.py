@@ -1,4 +1,4 @@
-"""The parts of a run in processes of their own, which are started again when they fail.
+"""Runs the parts of a run in processes of their own, restarted when they fail.
 
 run's process: the loop, trajectory log, faults; without workers also sessions and sandboxes
     ├── trainer            SupervisedTrainer
@@ -65,10 +65,10 @@ WEIGHTS = "weights"
 async def open_remote(
     executor: Executor, config: RunConfig, tokenizer: Tokenizer, model: AnyModel, place: Place
 ) -> AsyncIterator[Arrangement]:
-    """Trainer, engines, and rollout workers and an evaluation where they are asked for, which `executor`
-    starts. Without workers sessions and sandboxes are in this process.
+    """Starts trainer and engines with `executor`, and rollout workers and an evaluation where they are
+    configured. Without workers, sessions and sandboxes are in this process.
 
-    Raises ResourceError where there is no room for them, and what a part raises that cannot be made.
+    Raises ResourceError where resources are missing, and whatever a part raises while it starts.
     """
     if isinstance(model, LanguageModel):
         config = config.model_copy(update={"model": model.config})
@@ -77,27 +77,27 @@ async def open_remote(
     journal = FaultJournal(place.metrics, place.observer, place.faults)
     supervision = Supervision(config.cluster, journal)
     sampled = SampledModel.of(model, config.dtype)
-    by_name = {one.part: one for one in needs}
-    here = _Here(executor, config, tokenizer, sampled, place, by_name, supervision)
+    by_name = {resources.part: resources for resources in needs}
+    factory = _PartFactory(executor, config, tokenizer, sampled, place, by_name, supervision)
     renderer, blobs = open_renderer(tokenizer, config.agent), open_blobs(place.routes)
-    fleet = here.engines()
+    fleet = factory.engines()
     try:
         await fleet.start()
         async with (
-            here.elastic(fleet),
-            here.sessions(fleet, blobs) as runner,
-            here.evaluation(fleet) as beside,
+            factory.elastic(fleet),
+            factory.sessions(fleet, blobs) as runner,
+            factory.evaluation(fleet) as beside,
         ):
-            parts = Parts(renderer, blobs, DirectoryWeights(here.weights), fleet, runner)
-            yield Arrangement(parts, here.training(blobs), beside)
+            parts = Parts(renderer, blobs, DirectoryWeights(factory.weights), fleet, runner)
+            yield Arrangement(parts, factory.training(blobs), beside)
     finally:
         await fleet.shutdown()
         await executor.shutdown()
 
 
 @dataclass(frozen=True, slots=True)
-class _Here:
-    """Makes what stands for the parts in the run's process."""
+class _PartFactory:
+    """Makes the run's own proxies and supervisors of the parts."""
 
     executor: Executor
     config: RunConfig
@@ -105,36 +105,36 @@ class _Here:
     model: SampledModel
     place: Place
     needs: dict[str, Resources]
-    """Of each part, by name."""
+    """Resources of each part, by name."""
     supervision: Supervision
 
     @property
     def weights(self) -> Path:
-        """Where they lie on their way to the engines."""
+        """Directory through which weights reach the engines."""
         return Path(self.config.cluster.weights_directory or self.place.directory / WEIGHTS)
 
     @property
     def build(self) -> Build:
-        """What every process must be."""
+        """The build that every process must have."""
         return Build.here(self.config.model)
 
     @property
     def limits(self) -> EpisodeLimits:
-        """Of sessions."""
+        """Limits of sessions."""
         limits = EpisodeLimits.from_config(self.config)
         return replace(limits, max_attempts=self.config.cluster.max_attempts)
 
     def spawning(self, needs: Resources, factory: Callable[..., PartT], *arguments: Any) -> Spawn[PartT]:
-        """How to start a process of a part, once there is room."""
+        """A function that starts a process of a part, once its resources are free."""
 
         async def spawn(avoid: frozenset[str]) -> Handle[PartT]:
-            await self.executor.make_room(needs)  # it may have gone down with its machine
+            await self.executor.make_room(needs)  # which may have been lost with a machine
             return await self.executor.spawn(factory, *arguments, resources=replace(needs, avoid=avoid))
 
         return spawn
 
     def named(self, start: str) -> list[str]:
-        """The parts whose names begin so."""
+        """Names of the parts that begin with `start`."""
         return [name for name in self.needs if name.startswith(start)]
 
     def engines(self) -> EngineFleet:
@@ -148,7 +148,7 @@ class _Here:
         return EngineFleet(spawns, self.build, self.supervision)
 
     def elastic(self, fleet: EngineFleet) -> AbstractAsyncContextManager[object]:
-        """Borrows replicas for the fleet, if the run is to have some."""
+        """Borrows replicas for the fleet, if that is configured."""
         config, place = self.config, self.place
         if not config.elastic.router:
             return contextlib.nullcontext()
@@ -164,7 +164,7 @@ class _Here:
 
     @contextlib.asynccontextmanager
     async def workers(self, fleet: EngineFleet, blobs: Blobs) -> AsyncIterator[TimedPlayer]:
-        """Sessions in workers, of which there are more or less as time goes on."""
+        """Sessions in workers, whose number may change during the run."""
         config, place, names = self.config, self.place, self.named(WORKER)
         episodes = RemoteEpisodes(
             {name: self.worker_spawning(self.needs[name]) for name in names},
@@ -191,14 +191,14 @@ class _Here:
             await episodes.shutdown()
 
     def worker_spawning(self, needs: Resources) -> Spawn[RolloutPart]:
-        """How to start a worker's process."""
+        """A function that starts a worker's process."""
         owner = f"{sandbox_owner(self.place)}/{needs.part}"
         arguments = (self.config, self.tokenizer, self.limits, needs.part, owner)
         return self.spawning(needs, RolloutPart, *arguments)
 
     @contextlib.asynccontextmanager
     async def evaluation(self, fleet: EngineFleet) -> AsyncIterator[EvaluationBeside | None]:
-        """An evaluation beside training, if there is to be one."""
+        """Evaluation during training, if it is configured."""
         config, place = self.config, self.place
         if not config.evaluation.every_steps:
             yield None

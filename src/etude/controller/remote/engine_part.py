@@ -1,4 +1,4 @@
-"""An engine in a process of its own: its service behind batches of messages (`inference/exchange.py`)."""
+"""The process of an engine: serves it through batches of messages (`inference/exchange.py`)."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from etude.weights import make_subscriber
 
 
 class EnginePart:
-    """Serves clients, which are named: the run's own process (""), rollout workers. They name sessions and
-    requests unlike each other's. For one event loop; `begin` comes first.
+    """Serves named clients: the run's own process ("") and rollout workers. Names of sessions and requests
+    are unique among all clients. For one event loop; `begin` comes first.
     Its methods are those of Sampler, WeightSink and `Exchange`."""
 
     def __init__(
@@ -37,8 +37,8 @@ class EnginePart:
         service: LocalService | None = None,
     ) -> None:
         """`weights`: where the trainer publishes to, if not to the store that `config.weights` names.
-        `delay_steps`: see EngineService. `model`: what is sampled, if the section `model` does not say it.
-        `service`: an engine instead of the one that is configured."""
+        `delay_steps`: see EngineService. `model`: the sampled model, if the section `model` does not describe
+        it. `service`: replaces the configured engine."""
         self._config = config
         self._build = Build.here(config.model)
         self._service = service or _make_service(config, tokenizer, weights, delay_steps, model)
@@ -52,7 +52,7 @@ class EnginePart:
         return self._build
 
     async def pulse(self) -> Usage:
-        """What was done so far, if all is well. Raises SamplerError where the engine has failed."""
+        """Usage so far. Raises SamplerError where the engine has failed."""
         if self._service.failure is not None:
             raise SamplerError("the engine has failed", received=repr(self._service.failure))
         return Usage(self._service.counters, self._service.times)
@@ -64,7 +64,7 @@ class EnginePart:
         return await self._exchange_of(client).poll()
 
     async def forget(self, client: str) -> None:
-        """Ends what a client had under way, who is gone, and those named after it (`client.1`)."""
+        """Ends the requests and sessions of a client that has ended, and of its connections (`client.1`)."""
         gone = [name for name in self._exchanges if name == client or name.startswith(f"{client}.")]
         await asyncio.gather(*(self._exchanges.pop(name).end() for name in gone))
 
@@ -72,7 +72,7 @@ class EnginePart:
         await self._service.stage(manifest)
 
     async def activate(self, version: PolicyVersion, kv: KvPolicy) -> Usage:
-        """See WeightSink.activate. Returns what was done so far."""
+        """See WeightSink.activate. Returns the usage so far."""
         await self._service.activate(version, kv)
         return await self.pulse()
 
@@ -96,7 +96,7 @@ def _make_service(
     delay_steps: int | None,
     model: SampledModel | None,
 ) -> LocalService:
-    """An engine that fetches what the trainer's process publishes. Arguments: see EnginePart."""
+    """An engine that fetches the weights that the trainer's process publishes. Arguments: see EnginePart."""
     fetch = make_subscriber(config.weights).fetch if config.weights.url else None
     if fetch is None and config.engine.backend != "vllm":
         fetch = DirectoryWeights(weights).fetch

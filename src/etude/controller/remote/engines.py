@@ -1,10 +1,10 @@
-"""What stands for an engine process where sessions are: a Sampler over batches of messages.
+"""Client of an engine process: a Sampler and WeightSink over batches of messages.
 
-    sessions ──open, stream, close──> outbox ──one call for all that gathered──> EnginePart
+    sessions ──open, stream, close──> outbox ──one call per batch of commands──> EnginePart
              <──chunks── a queue per request <──one poll for all of them──────────┘
 
-A process that is lost ends its requests with SamplerError; its sessions go on with the next one, which holds
-none of their prefixes and says so (PrefixMissError), whereupon they send themselves whole.
+When a process is lost its requests end with SamplerError. Its sessions continue with the next process, which
+has none of their prefixes: it answers PrefixMissError, and they send all their tokens again.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What an engine process has done since it began."""
+    """Counters and times of an engine process since it began."""
 
     counters: EngineCounters
     times: ServiceTimes
@@ -39,18 +39,18 @@ NO_USAGE = Usage(EngineCounters(), ServiceTimes())
 
 
 def sum_usage(all_of: Sequence[Usage]) -> Usage:
-    """What several engine processes have done together; the longest swap is the longest of any."""
+    """Sum over engine processes; the longest swap is the longest of any."""
     counters, times = EngineCounters(), ServiceTimes()
-    for one in all_of:
-        _add(counters, one.counters)
-        longest = max(times.longest_swap_s, one.times.longest_swap_s)
-        _add(times, one.times)
+    for usage in all_of:
+        _add(counters, usage.counters)
+        longest = max(times.longest_swap_s, usage.times.longest_swap_s)
+        _add(times, usage.times)
         times.longest_swap_s = longest
     return Usage(counters, times)
 
 
 def _add(total: Any, more: Any) -> None:
-    """Adds field by field, into nested ones."""
+    """Adds field by field, recursing into nested dataclasses."""
     for name in type(total).__dataclass_fields__:
         value = getattr(total, name)
         if hasattr(value, "__dataclass_fields__"):
@@ -60,7 +60,7 @@ def _add(total: Any, more: Any) -> None:
 
 
 class EngineProcess(Protocol):
-    """What an engine's process answers: see EnginePart."""
+    """The methods of an engine's process: see EnginePart."""
 
     async def begin(self) -> Build: ...
 
@@ -83,12 +83,12 @@ OnLoss = Callable[[Handle[EngineProcess], str], None]
 _Item = SampleChunk | EtudeError | None
 
 
-class _Line:
+class _Connection:
     """The connection to one engine process, for as long as it lives."""
 
     def __init__(self, handle: Handle[EngineProcess], on_loss: OnLoss, client: str, before: str) -> None:
-        """`client`: names this connection to the engine, and goes before the names of its sessions and
-        requests there. `before`: the connection whose place it takes, which the process may still know."""
+        """`client`: name of this connection, and prefix of its sessions' and requests' names in the engine.
+        `before`: name of the connection that it replaces, whose state the process may still hold."""
         self.handle = handle
         self._client = client
         self._before = before
@@ -102,8 +102,8 @@ class _Line:
         self._polling = asyncio.create_task(self._poll())
 
     def send(self, what: Literal["open", "close", "abort"], name: str) -> None:
-        """Says what to do about a session or a request."""
-        self._put((what, self._named(name)))
+        """Queues a command about a session or a request."""
+        self._enqueue((what, self._qualified(name)))
 
     def open(self, session_id: str, beside: str | None) -> None:
         """See Sampler.open."""
@@ -111,37 +111,37 @@ class _Line:
         if beside is None:
             self.send("open", session_id)
         else:
-            self._put(("beside", (self._named(session_id), self._named(beside))))
+            self._enqueue(("beside", (self._qualified(session_id), self._qualified(beside))))
 
-    def _named(self, name: str) -> str:
+    def _qualified(self, name: str) -> str:
         return f"{self._client}:{name}" if self._client else name
 
-    def _put(self, command: Command) -> None:
-        """Puts a command to those that go out next."""
+    def _enqueue(self, command: Command) -> None:
+        """Adds a command to the next batch."""
         self._outbox.append(command)
         if self._flushing is None and self._failure is None:
-            # It runs after whatever is ready to run now, all of which so shares one call.
+            # It runs after all tasks that are ready now, so that their commands share one call.
             self._flushing = asyncio.create_task(self._flush())
 
     def begin(self, request: SampleRequest) -> asyncio.Queue[_Item]:
-        """Sends a request; its answers come out of the queue."""
+        """Sends a request; its chunks arrive in the queue."""
         if self._failure is not None:
             raise self._failure
         if self._client:
-            session_id = self._named(request.session_id)
-            request = replace(request, id=self._named(request.id), session_id=session_id)
+            session_id = self._qualified(request.session_id)
+            request = replace(request, id=self._qualified(request.id), session_id=session_id)
         answers: asyncio.Queue[_Item] = asyncio.Queue()
         self._requests[request.id] = answers
-        self._put(("stream", request))
+        self._enqueue(("stream", request))
         return answers
 
     def end(self, request_id: str, finished: bool) -> None:
-        """Nobody listens to a request any more."""
-        if self._requests.pop(self._named(request_id), None) is not None and not finished:
+        """Closes a request's queue; aborts the request unless it has finished."""
+        if self._requests.pop(self._qualified(request_id), None) is not None and not finished:
             self.send("abort", request_id)
 
     def fail(self, cause: str) -> None:
-        """Ends everything that is under way. Idempotent."""
+        """Ends all requests with SamplerError. Idempotent."""
         if self._failure is None:
             self._failure = SamplerError("the engine's process is gone", received=cause)
             self._polling.cancel()
@@ -153,8 +153,8 @@ class _Line:
             while self._outbox:
                 commands, self._outbox = self._outbox, []
                 await self.handle.call(EngineProcess.exchange, commands, self._client)
-        except Exception as error:  # lost, or failed as it never should: another process may do better
-            self._lose(error)
+        except Exception as error:  # lost, or an unexpected failure: another process may work
+            self._fail_lost(error)
         finally:
             self._flushing = None
 
@@ -169,81 +169,81 @@ class _Line:
                     if answers is not None:
                         answers.put_nowait(item)
         except Exception as error:
-            self._lose(error)
+            self._fail_lost(error)
 
-    def _lose(self, error: Exception) -> None:
+    def _fail_lost(self, error: Exception) -> None:
         cause = f"{type(error).__name__}: {error}"
         self.fail(cause)
         self._on_loss(self.handle, cause)
 
 
 class RemoteEngine:
-    """Implements Sampler and WeightSink over whichever process the engine has at the time.
+    """Implements Sampler and WeightSink over the engine's current process.
 
     Without one, or while it serves no version, every request raises SamplerError.
     """
 
     def __init__(self, name: str, on_loss: OnLoss, client: str = "") -> None:
-        """`on_loss`: called with a process that does not answer. `client`: names the engine's client;
+        """`on_loss`: called with a process that does not answer. `client`: name of the engine's client;
         empty: the run's own process."""
         self.name = name
         self.process = 0
-        """How many processes it has been connected to."""
+        """Number of processes that it has been connected to."""
         self._client = client
         self._on_loss = on_loss
-        self._line: _Line | None = None
+        self._connection: _Connection | None = None
         self._version: PolicyVersion | None = None
         self.usage = NO_USAGE
-        """What the process had done when it last said so."""
+        """Usage of the process, as last reported."""
 
     @property
     def handle(self) -> Handle[EngineProcess] | None:
         """The process, while it is connected."""
-        return self._line.handle if self._line is not None else None
+        return self._connection.handle if self._connection is not None else None
 
     def connect(self, handle: Handle[EngineProcess], version: PolicyVersion | None) -> None:
-        """Goes on with a process that serves `version`."""
+        """Connects to a new process, which serves `version`."""
         self.disconnect("another process took its place")
-        before, self.process = self._line_name(), self.process + 1
-        self._line = _Line(handle, self._lost, self._line_name(), before)
+        before, self.process = self._connection_name(), self.process + 1
+        self._connection = _Connection(handle, self._on_process_lost, self._connection_name(), before)
         self._version = version
 
-    def serves(self, version: PolicyVersion) -> None:
-        """Another caller has had the process serve `version`."""
-        if self._line is not None:
+    def set_version(self, version: PolicyVersion) -> None:
+        """Records that the process serves `version`, activated by another caller."""
+        if self._connection is not None:
             self._version = version
 
     def disconnect(self, cause: str) -> None:
-        """Goes on without: what is under way ends with SamplerError. Idempotent."""
-        line, self._line, self._version = self._line, None, None
-        if line is not None:
-            line.fail(cause)
+        """Drops the process: its requests end with SamplerError. Idempotent."""
+        connection, self._connection, self._version = self._connection, None, None
+        if connection is not None:
+            connection.fail(cause)
 
-    def _line_name(self) -> str:
+    def _connection_name(self) -> str:
         return f"{self._client}.{self.process}" if self._client else ""
 
-    def _lost(self, handle: Handle[EngineProcess], cause: str) -> None:
+    def _on_process_lost(self, handle: Handle[EngineProcess], cause: str) -> None:
         if self.handle is handle:
             self.disconnect(cause)
         self._on_loss(handle, cause)
 
     def open(self, session_id: str, beside: str | None = None) -> None:
         """See Sampler.open. Without a process it is opened with its first request."""
-        if self._line is not None:
-            self._line.open(session_id, beside)
+        if self._connection is not None:
+            self._connection.open(session_id, beside)
 
     def close(self, session_id: str) -> None:
-        if self._line is not None and session_id in self._line.sessions:
-            self._line.sessions.discard(session_id)
-            self._line.send("close", session_id)
+        if self._connection is not None and session_id in self._connection.sessions:
+            self._connection.sessions.discard(session_id)
+            self._connection.send("close", session_id)
 
     async def stream(self, request: SampleRequest) -> AsyncIterator[SampleChunk]:
-        line = self._line
-        if line is None or self._version is None:
+        connection = self._connection
+        if connection is None or self._version is None:
             raise SamplerError("the engine has no process that serves a version", received=self.name)
-        if request.session_id not in line.sessions:
+        if request.session_id not in connection.sessions:
             self.open(request.session_id)
-        answers = line.begin(request)
+        answers = connection.begin(request)
         finished = False
         try:
             while (item := await answers.get()) is not None:
@@ -253,22 +253,22 @@ class RemoteEngine:
                 yield item
             finished = True
         finally:
-            line.end(request.id, finished)
+            connection.end(request.id, finished)
 
     async def score(self, tokens: NDArray[np.int32], version: PolicyVersion) -> Scores:
         return await self._call(EngineProcess.score, tokens, version)
 
     def abort(self, request_id: str) -> None:
-        if self._line is not None:
-            self._line.send("abort", request_id)
+        if self._connection is not None:
+            self._connection.send("abort", request_id)
 
     async def stage(self, manifest: WeightManifest) -> None:
         await self._call(EngineProcess.stage, manifest)
 
     async def activate(self, version: PolicyVersion, kv: KvPolicy = "keep") -> None:
-        line = self._line
+        connection = self._connection
         usage = await self._call(EngineProcess.activate, version, kv)
-        if line is self._line:
+        if connection is self._connection:
             self._version, self.usage = version, usage
 
     def current(self) -> PolicyVersion | None:
@@ -280,19 +280,19 @@ class RemoteEngine:
         *arguments: P.args,
         **named: P.kwargs,
     ) -> T:
-        line = self._line
-        if line is None:
+        connection = self._connection
+        if connection is None:
             raise SamplerError("the engine has no process", received=self.name)
         try:
-            return await line.handle.call(method, *arguments, **named)
+            return await connection.handle.call(method, *arguments, **named)
         except PartLostError as error:
-            self._lost(line.handle, str(error))
+            self._on_process_lost(connection.handle, str(error))
             raise SamplerError("the engine's process is gone", received=str(error)) from error
 
 
-async def bring_to(
+async def activate_on(
     handle: Handle[EngineProcess], manifest: WeightManifest, kv: KvPolicy = "recompute"
 ) -> None:
-    """Puts a version into service in an engine's process. Raises WeightUpdateError, PartLostError."""
+    """Stages and activates a version in an engine's process. Raises WeightUpdateError, PartLostError."""
     await handle.call(EngineProcess.stage, manifest)
     await handle.call(EngineProcess.activate, manifest.version, kv)

@@ -1,12 +1,12 @@
-"""Rollout workers where sessions are asked for: a Player over processes that run them.
+"""Client of the rollout workers: a Player over processes that run sessions.
 
     collector ──play─> RemoteEpisodes ──order──> the worker with the fewest sessions
-              <─trajectory, routes kept──┘ <──── packed episode
+              <─trajectory, routes stored┘ <──── packed episode
 
-A worker that dies takes its sessions with it: they begin anew with another, under the same names. Routes come
-with the trajectory, packed as clusters pack it; they are written down here, durably where the run keeps them,
-before anybody reads the trajectory. So a run has one writer, no worker needs to see the run's directory, and
-what a cancelled or a lost session sampled leaves nothing behind.
+The sessions of a worker that dies restart on another one, under the same names. Expert routes arrive with the
+trajectory, packed as clusters pack it; they are stored here, durably in the run's blob store, before the
+trajectory is read. So a run has a single writer, workers need no access to the run's directory, and cancelled
+or lost sessions leave nothing behind.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ from etude.store.bundles import unpack_trajectory
 
 @dataclass(slots=True, eq=False)
 class _Worker:
-    """One worker, process after process."""
+    """One worker, across restarts of its process."""
 
     supervisor: Supervisor[RolloutPart]
     client: str = ""
-    """The process's name with the engines; empty while there is none."""
+    """The process's client name at the engines; empty while there is no process."""
     tallies: dict[int, TokenTally | None] = field(default_factory=dict[int, "TokenTally | None"])
-    """Sessions it runs, by ticket, and who wants to know how far they are."""
+    """Running sessions by ticket, each with the tally that receives its progress."""
     times: EnvironmentTimes = field(default_factory=EnvironmentTimes)
-    """Of the process, as far as it has reported."""
-    telling: asyncio.Task[None] | None = None
-    """Tells the process of the engines."""
+    """Times of the process, as last reported."""
+    sending: asyncio.Task[None] | None = None
+    """Sends the process each new table of engines."""
     is_leaving: bool = False
     """Whether it gets no more sessions."""
     idle: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set once it is leaving and runs no session any more."""
-    num_handed_on: int = 0
-    """Sessions that it did not end before it left."""
+    """Set once it is leaving and runs no sessions."""
+    num_cancelled: int = 0
+    """Sessions that it did not finish before it left; they restart on other workers."""
 
 
 class RemoteEpisodes(Player):
@@ -64,15 +64,15 @@ class RemoteEpisodes(Player):
         keep_routes: KeepRoutes,
         supervision: Supervision,
     ) -> None:
-        """`spawns`: how to start the process of each worker, by name. `build`: what they must all be.
+        """`spawns`: functions that start each worker's process, by name. `build`: required of all processes.
         `fleet`: the engines that they sample with."""
         self._build, self._fleet = build, fleet
         self._supervision, self._settings = supervision, supervision.settings
         self._keep_routes = keep_routes
         self._tickets = itertools.count()
-        self._past = EnvironmentTimes()
-        """Of processes that are gone, and what was learned of sessions without one."""
-        self._tidying = Tasks()
+        self._ended_times = EnvironmentTimes()
+        """Totals of ended processes, and of failures outside any process."""
+        self._cleanup = Tasks()
         self._supervised = SupervisedParts[RolloutPart](supervision)
         self._workers: dict[str, _Worker] = {}
         for name, spawn in spawns.items():
@@ -85,13 +85,13 @@ class RemoteEpisodes(Player):
     async def shutdown(self) -> None:
         """Stops all workers."""
         for worker in self._workers.values():
-            self._stop_telling(worker)
+            self._stop_sending(worker)
         await self._supervised.close()
-        await asyncio.gather(*self._tidying)
+        await asyncio.gather(*self._cleanup)
 
     async def join(self, name: str, spawn: Spawn[RolloutPart]) -> None:
         """Adds a worker, of a new name or of one that has left; returns once it is ready. Raises what the
-        worker raises, and PartLostError where its process does not come up however often it is started."""
+        worker raises, and PartLostError where every attempt to start its process fails."""
         worker = self._add(name, spawn)
         try:
             await worker.supervisor.start()
@@ -100,8 +100,8 @@ class RemoteEpisodes(Player):
             raise
 
     async def leave(self, name: str, within_s: float) -> int:
-        """Takes a worker out. It gets no more sessions; those that have not ended after `within_s` begin anew
-        with others, which is no failure of theirs. Returns how many those are. There must be another worker.
+        """Removes a worker. It gets no more sessions; those that have not ended after `within_s` restart on
+        other workers, which does not count as a failure. Returns their number. There must be another worker.
         """
         worker = self._workers[name]
         self._supervised.remove(name)
@@ -111,14 +111,14 @@ class RemoteEpisodes(Player):
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(within_s):
                         await worker.idle.wait()
-            await self._hand_on(worker)
-            await self._hear_last(worker)
+            await self._cancel_remaining(worker)
+            await self._fetch_last_times(worker)
         finally:
             await self._end(worker)
-        return worker.num_handed_on
+        return worker.num_cancelled
 
     def is_up(self, name: str) -> bool:
-        """Whether that worker's process is at work."""
+        """Whether that worker's process is ready."""
         return self._workers[name].supervisor.handle is not None
 
     def num_sessions(self, name: str) -> int:
@@ -127,24 +127,24 @@ class RemoteEpisodes(Player):
 
     @property
     def times(self) -> EnvironmentTimes:
-        return add_times([self._past, *(worker.times for worker in self._workers.values())])
+        return add_times([self._ended_times, *(worker.times for worker in self._workers.values())])
 
     # ---- sessions -------------------------------------------------------------------------------
 
     async def play(self, order: Order, sampler: Sampler) -> ForkedEpisode:
-        """See Player.play. By whichever workers live long enough, with the fleet's engines.
+        """See Player.play. Restarts the session on another worker when its worker is lost.
 
-        Raises PartLostError once there will be no worker any more.
+        Raises PartLostError once all workers are given up.
         """
         tally = sampler if isinstance(sampler, TokenTally) else None
         while True:
             worker = await self._least_busy()
             try:
-                done = await self._ask(worker, order, tally)
+                done = await self._run_on(worker, order, tally)
                 if done is not None:
-                    return await asyncio.to_thread(self._keep, done)
-            except InfrastructureError as error:  # the worker is gone, or its routes could not be kept
-                self._past.num_infrastructure_failures += 1
+                    return await asyncio.to_thread(self._unpack, done)
+            except InfrastructureError as error:  # the worker was lost, or the routes could not be stored
+                self._ended_times.num_infrastructure_failures += 1
                 order = replace(order, first_attempt=order.first_attempt + 1)
                 if order.first_attempt >= self._settings.max_attempts:
                     cause = f"{type(error).__name__}: {error}"
@@ -152,23 +152,23 @@ class RemoteEpisodes(Player):
                     return ForkedEpisode(replace(failed, attempt=order.first_attempt - 1))
 
     async def _least_busy(self) -> _Worker:
-        """The worker that is up and runs the fewest sessions, of several the first."""
+        """The ready worker with the fewest sessions; the first of several. Waits for one."""
         while True:
             staying = [worker for worker in self._workers.values() if not worker.is_leaving]
             up = [worker for worker in staying if worker.supervisor.handle is not None]
             if up:
                 return min(up, key=lambda worker: len(worker.tallies))
-            await self._supervised.any_ready()
+            await self._supervised.wait_any_ready()
 
-    async def _ask(self, worker: _Worker, order: Order, tally: TokenTally | None) -> DoneEpisode | None:
-        """What came of the order; None where the worker leaves before it is done."""
+    async def _run_on(self, worker: _Worker, order: Order, tally: TokenTally | None) -> DoneEpisode | None:
+        """Runs the order on a worker; None where the worker leaves before it is done."""
         handle, ticket = worker.supervisor.handle, next(self._tickets)
         assert handle is not None, "it was up just now"
         worker.tallies[ticket] = tally
         try:
             done = await handle.call(RolloutPart.run, ticket, order)
         except PartLostError as error:
-            worker.supervisor.lose(handle, str(error))
+            worker.supervisor.declare_lost(handle, str(error))
             raise
         except asyncio.CancelledError:
             await self._cancel(handle, ticket, tally)
@@ -178,9 +178,9 @@ class RemoteEpisodes(Player):
             if worker.is_leaving and not worker.tallies:
                 worker.idle.set()
         if done is None and worker.is_leaving:
-            worker.num_handed_on += 1
+            worker.num_cancelled += 1
             return None
-        if done is None:  # somebody in its process ended the session: the process is ending
+        if done is None:  # the session was cancelled inside its process: the process is ending
             raise PartLostError("ended the session", field=worker.supervisor.name)
         worker.times = latest_times(worker.times, done.times)
         if tally is not None:
@@ -188,34 +188,35 @@ class RemoteEpisodes(Player):
         return done
 
     async def _cancel(self, handle: Handle[RolloutPart], ticket: int, tally: TokenTally | None) -> None:
-        """Returns once the session has tidied up, or its worker is gone, even if asked to hurry."""
+        """Returns once the session has cleaned up, or its worker is lost; survives cancellation."""
 
         async def cancel() -> None:
-            with contextlib.suppress(PartLostError):  # then its session is gone as well
+            with contextlib.suppress(PartLostError):  # then its session has ended as well
                 num_tokens = await handle.call(RolloutPart.cancel, ticket)
                 if tally is not None:
                     tally.tally(num_tokens)
 
-        await asyncio.shield(self._tidying.start(cancel()))
+        await asyncio.shield(self._cleanup.start(cancel()))
 
-    def _keep(self, done: DoneEpisode) -> ForkedEpisode:
-        """Keeps the arrays for the run, and has the trajectories name them as they are kept."""
-        first, *siblings = (unpack_trajectory(one).settle(self._keep_routes) for one in done.bundles)
+    def _unpack(self, done: DoneEpisode) -> ForkedEpisode:
+        """Unpacks an episode; stores its arrays, so that the trajectories refer to the run's own blobs."""
+        first, *siblings = (unpack_trajectory(bundle).settle(self._keep_routes) for bundle in done.bundles)
         return ForkedEpisode(first, tuple(siblings), done.origin, done.refused)
 
-    async def _hand_on(self, worker: _Worker) -> None:
-        """Ends what a worker that leaves still runs; its sessions begin anew elsewhere."""
+    async def _cancel_remaining(self, worker: _Worker) -> None:
+        """Cancels the sessions that a leaving worker still runs; they restart on other workers."""
         handle = worker.supervisor.handle
         if handle is not None:
-            await asyncio.gather(*(self._cancel(handle, *one) for one in list(worker.tallies.items())))
+            running = list(worker.tallies.items())
+            await asyncio.gather(*(self._cancel(handle, ticket, tally) for ticket, tally in running))
         if worker.tallies:
             await worker.idle.wait()
 
-    async def _hear_last(self, worker: _Worker) -> None:
-        """What a worker that leaves has counted since it was last heard."""
+    async def _fetch_last_times(self, worker: _Worker) -> None:
+        """Fetches the final times of a leaving worker."""
         handle = worker.supervisor.handle
         if handle is not None:
-            with contextlib.suppress(PartLostError):  # then what it reported last counts
+            with contextlib.suppress(PartLostError):  # then its last report counts
                 worker.times = latest_times(worker.times, (await handle.call(RolloutPart.pulse)).times)
 
     # ---- processes ------------------------------------------------------------------------------
@@ -227,54 +228,52 @@ class RemoteEpisodes(Player):
             table = self._fleet.table()
             await handle.call(RolloutPart.follow, table)
             worker.client, worker.times = client, EnvironmentTimes()
-            worker.telling = asyncio.create_task(self._tell_of_engines(worker, handle, table))
+            worker.sending = asyncio.create_task(self._send_tables(worker, handle, table))
 
-        def leave(cause: str) -> None:
-            self._part_from(worker)
+        def on_loss(cause: str) -> None:
+            self._on_process_lost(worker)
 
-        def hear(progress: Progress) -> None:
+        def on_pulse(progress: Progress) -> None:
             worker.times = latest_times(worker.times, progress.times)
             for ticket, num_tokens in progress.num_tokens.items():
                 tally = worker.tallies.get(ticket)
                 if tally is not None:
                     tally.tally(num_tokens)
 
-        assert name not in self._workers, "names tell workers apart"
-        supervisor = Supervisor(name, spawn, prepare, self._supervision, leave, hear)
+        assert name not in self._workers, "names are unique"
+        supervisor = Supervisor(name, spawn, prepare, self._supervision, on_loss, on_pulse)
         worker = self._workers[name] = _Worker(supervisor)
         self._supervised.add(supervisor)
         return worker
 
     async def _end(self, worker: _Worker) -> None:
-        """Stops a worker's process, and knows the worker no more."""
+        """Stops a worker's process and removes the worker."""
         self._supervised.remove(worker.supervisor.name)
         try:
             await worker.supervisor.close()
         finally:
-            self._part_from(worker)
+            self._on_process_lost(worker)
             del self._workers[worker.supervisor.name]
 
-    def _part_from(self, worker: _Worker) -> None:
-        """Its process is gone, or about to be."""
-        self._stop_telling(worker)
-        self._past = add_times([self._past, worker.times])
+    def _on_process_lost(self, worker: _Worker) -> None:
+        """Cleans up after a process that has ended or is about to."""
+        self._stop_sending(worker)
+        self._ended_times = add_times([self._ended_times, worker.times])
         client, worker.client, worker.times = worker.client, "", EnvironmentTimes()
         if client:
-            self._tidying.start(self._fleet.forget(client))
+            self._cleanup.start(self._fleet.end_client(client))
 
-    async def _tell_of_engines(
-        self, worker: _Worker, handle: Handle[RolloutPart], table: EngineTable
-    ) -> None:
-        """Sends a worker's process, which has `table`, every newer one, until it is gone."""
+    async def _send_tables(self, worker: _Worker, handle: Handle[RolloutPart], table: EngineTable) -> None:
+        """Sends a worker's process, which has `table`, every newer table, until the process ends."""
         try:
             while True:
                 await self._fleet.changes.until(lambda: self._fleet.table() != table)  # noqa: B023
                 table = self._fleet.table()
                 await handle.call(RolloutPart.follow, table)
-        except Exception as error:  # gone, or failed as it never should: the next one may do better
-            worker.supervisor.lose(handle, f"could not be sent the engines: {error}")
+        except Exception as error:  # lost, or an unexpected failure: the next process may work
+            worker.supervisor.declare_lost(handle, f"could not be sent the engines: {error}")
 
-    def _stop_telling(self, worker: _Worker) -> None:
-        if worker.telling is not None:
-            worker.telling.cancel()
-            worker.telling = None
+    def _stop_sending(self, worker: _Worker) -> None:
+        if worker.sending is not None:
+            worker.sending.cancel()
+            worker.sending = None

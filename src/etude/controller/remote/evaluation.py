@@ -1,4 +1,4 @@
-"""Evaluation beside training: now and then the version in service is judged, and nothing waits for it.
+"""Evaluation during training: every so many steps the version in service is judged; training does not wait.
 
 step 10 in service ──judge──> EvaluationPart (its own engine and sandboxes)
 step 11, 12, ... train                │
@@ -29,8 +29,8 @@ from etude.tokens.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
-class Judged:
-    """A version's figures."""
+class JudgedVersion:
+    """A version's evaluation results."""
 
     version: PolicyVersion
     figures: dict[str, float]
@@ -40,8 +40,8 @@ class Judged:
 
 
 class EvaluationPart(EnginePart):
-    """Judges versions, one after the other, on its engine's reproducible schedule, and serves nothing else:
-    the figures are those of these weights alone, however far training has come meanwhile."""
+    """Evaluates versions, one at a time, on its own engine's reproducible schedule, and serves nothing else:
+    the figures are those of these weights alone, however far training has advanced meanwhile."""
 
     def __init__(
         self,
@@ -52,15 +52,15 @@ class EvaluationPart(EnginePart):
         owner: str,
         model: SampledModel | None = None,
     ) -> None:
-        """`weights`, `model`: see EnginePart; `owner`: see RolloutPart. Raises ResourceError where no
-        sandboxes can be made here."""
+        """`weights`, `model`: see EnginePart; `owner`: see RolloutPart. Raises ResourceError where sandboxes
+        are not available."""
         super().__init__(config, tokenizer, weights, config.engine.tool_delay_steps, model)
         self._backend = open_run_backend(config.sandbox, owner)
         self._environment = Environment.of_run(config, tokenizer, self._backend, limits, keep_routes=None)
 
-    async def judge(self, manifest: WeightManifest, tasks: Sequence[Task]) -> Judged:
-        """The version's figures on the tasks. Raises WeightUpdateError for weights that are not there any
-        more, InfrastructureError if most sessions failed."""
+    async def judge(self, manifest: WeightManifest, tasks: Sequence[Task]) -> JudgedVersion:
+        """Evaluates a version on the tasks. Raises WeightUpdateError for weights that no longer exist,
+        InfrastructureError if most sessions failed."""
         await self.stage(manifest)
         await self.activate(manifest.version, "recompute")
         config = self._config
@@ -73,7 +73,7 @@ class EvaluationPart(EnginePart):
             "greedy": evaluation.greedy["pass_rate"],
         }
         spans = (span for t in evaluation.trajectories for s in t.segments for span in s.version_spans)
-        return Judged(manifest.version, figures, tuple(sorted({str(span.version) for span in spans})))
+        return JudgedVersion(manifest.version, figures, tuple(sorted({str(span.version) for span in spans})))
 
     async def close(self) -> None:
         """Ends the engine's loop and the sandboxes."""
@@ -87,11 +87,11 @@ SPLIT = "during"
 
 
 class EvaluationBeside:
-    """Judges versions in a supervised process. For one event loop.
+    """Evaluates versions in a supervised process. For one event loop.
 
-    One version at a time: what comes into service meanwhile is left out, and said. An evaluation whose
-    process dies is begun anew with the next one, up to `give_up_after` times; one that fails is said, and
-    training goes on.
+    One version at a time: versions that come into service meanwhile are skipped, and reported. An evaluation
+    whose process dies restarts with the next process, up to `give_up_after` times; one that fails is
+    reported, and training continues.
     """
 
     def __init__(
@@ -105,8 +105,8 @@ class EvaluationBeside:
         metrics: MetricSink,
         observer: Observer,
     ) -> None:
-        """`build`: what the process must be. `every_steps`: see EvaluationConfig. `serving`: what samples for
-        training."""
+        """`build`: required of the process. `every_steps`: see EvaluationConfig. `serving`: the manifest of
+        the weights that sample for training."""
         self._build, self._tasks = build, tasks
         self._every_steps, self._serving = every_steps, serving
         self._journal = supervision.journal
@@ -114,50 +114,50 @@ class EvaluationBeside:
         self._supervisor = Supervisor(KIND, spawn, self._prepare, supervision)
         self._judging: asyncio.Task[None] | None = None
         self._due_step = every_steps
-        """The first step whose weights are judged next."""
+        """The first step whose weights are evaluated next."""
 
     async def start(self) -> None:
         """Starts the process. Raises what it raises."""
         await self._supervisor.start()
 
     async def close(self) -> None:
-        """Ends what is under way, and the process."""
+        """Cancels the evaluation in progress, and stops the process."""
         if self._judging is not None:
             await end_tasks(self._judging)
         await self._supervisor.close()
 
-    def go_on_from(self, step: int) -> None:
-        """Judges no weights up to those of that step."""
+    def resume_from(self, step: int) -> None:
+        """Skips all evaluations up to that step."""
         self._due_step = (step // self._every_steps + 1) * self._every_steps
 
-    def look(self, wall_s: float) -> None:
-        """Judges the weights that are in service now, `wall_s` seconds into the run, if that is due."""
+    def judge_if_due(self, wall_s: float) -> None:
+        """Starts an evaluation of the weights in service, `wall_s` seconds into the run, if one is due."""
         manifest = self._serving()
         if manifest is None or manifest.version.step < self._due_step:
             return
         step = manifest.version.step
-        self.go_on_from(step)
+        self.resume_from(step)
         if self._judging is not None and not self._judging.done():
             self._observer.say(f"evaluation: step {step} is left out, the last one is not over")
             return
         self._judging = asyncio.create_task(self._judge(manifest, wall_s))
 
-    async def settle(self) -> None:
-        """Waits for what is under way."""
+    async def wait(self) -> None:
+        """Waits for the evaluation in progress."""
         if self._judging is not None:
             await self._judging
 
     async def _judge(self, manifest: WeightManifest, wall_s: float) -> None:
         try:
-            judged = await self._supervisor.persist(
+            judged = await self._supervisor.call_with_restarts(
                 "judge", lambda handle: handle.call(EvaluationPart.judge, manifest, self._tasks)
             )
-        except Exception as error:  # whatever it is: the next one may go better
-            self._journal.note(KIND, "evaluation failed", f"{manifest.version}: {error or repr(error)}")
+        except Exception as error:  # of any kind: the next evaluation may succeed
+            self._journal.record(KIND, "evaluation failed", f"{manifest.version}: {error or repr(error)}")
         else:
-            self._write_down(judged, wall_s)
+            self._report(judged, wall_s)
 
-    def _write_down(self, judged: Judged, wall_s: float) -> None:
+    def _report(self, judged: JudgedVersion, wall_s: float) -> None:
         values = {
             **judged.figures,
             "wall_s": wall_s,

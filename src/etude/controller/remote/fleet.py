@@ -1,7 +1,7 @@
-"""All engine processes as one Sampler and WeightSink, whichever of them are up at the time.
+"""All engine processes of a run as one Sampler and WeightSink.
 
-A process that comes back is first brought to the version in service and only then given requests; who finds
-none of them up waits for one. So a lost engine costs its sessions time, and nothing else.
+A restarted process first activates the version in service and only then gets requests; a request that finds
+no engine waits for one. So a lost engine costs its sessions time, and nothing else.
 """
 
 from __future__ import annotations
@@ -9,7 +9,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 
-from etude.controller.remote.engines import NO_USAGE, EngineProcess, RemoteEngine, Usage, bring_to, sum_usage
+from etude.controller.remote.engines import (
+    NO_USAGE,
+    EngineProcess,
+    RemoteEngine,
+    Usage,
+    activate_on,
+    sum_usage,
+)
 from etude.controller.remote.patient import EngineEntry, EngineTable, PatientSampler
 from etude.controller.supervision import FaultJournal, Spawn, SupervisedParts, Supervision, Supervisor
 from etude.errors import ConfigError, InfrastructureError, PartLostError, StoreError, WeightUpdateError
@@ -30,17 +37,18 @@ class EngineFleet(PatientSampler):
         build: Build,
         supervision: Supervision,
     ) -> None:
-        """`spawns`: how to start the process of each engine, by name. `build`: what they must all be."""
+        """`spawns`: functions that start each engine's process, by name. `build`: required of all
+        processes."""
         super().__init__(supervision.settings.patience_s)
         self._build = build
         self._supervision, self._settings = supervision, supervision.settings
         self._serving: WeightManifest | None = None
         self._staged: WeightManifest | None = None
         self._staged_by: set[Handle[EngineProcess]] = set()
-        self._past = NO_USAGE
-        """What lost processes had done when they last said so."""
+        self._ended_usage = NO_USAGE
+        """Usage of ended processes, as last reported."""
         self.changes = Changes()
-        """Of `table`."""
+        """Notified when `table` changes."""
         self._supervised = SupervisedParts[EngineProcess](supervision)
         for name, spawn in spawns.items():
             self._supervised.add(self._supervisor(name, spawn))
@@ -54,9 +62,9 @@ class EngineFleet(PatientSampler):
         await self._supervised.close()
 
     async def join(self, name: str, spawn: Spawn[EngineProcess], journal: FaultJournal | None = None) -> None:
-        """Adds an engine, of a new name or of one that has left; returns once it is ready. `journal`: where
-        its faults are noted, if not with the others'. Raises what the engine raises, and PartLostError where
-        its process does not come up however often it is started."""
+        """Adds an engine, of a new name or of one that has left; returns once it is ready. `journal`: of its
+        faults, instead of the shared one. Raises what the engine raises, and PartLostError where every
+        attempt to start its process fails."""
         supervisor = self._supervisor(name, spawn, journal)
         self._supervised.add(supervisor)
         try:
@@ -66,11 +74,11 @@ class EngineFleet(PatientSampler):
             raise
 
     async def leave(self, name: str) -> None:
-        """Takes an engine out and stops its process: what it was answering goes to another, or waits for one.
-        Does nothing where there is none of that name."""
+        """Removes an engine and stops its process: its requests move to another engine, or wait for one. Does
+        nothing where there is none of that name."""
         supervisor = self._supervised.remove(name)
         if supervisor is not None:
-            self._part_from(self._engines[name], "it has left")
+            self._on_engine_lost(self._engines[name], "it has left")
             await supervisor.close()
 
     # ---- WeightSink -----------------------------------------------------------------------------
@@ -78,12 +86,12 @@ class EngineFleet(PatientSampler):
     async def stage(self, manifest: WeightManifest) -> None:
         """See WeightSink.stage: on every engine that is up, and on one at least.
 
-        Raises WeightUpdateError if the weights are what is wrong, StoreError if no engine reaches the store,
-        and PartLostError where none outlives it, `give_up_after` times in a row.
+        Raises WeightUpdateError if the weights are faulty, StoreError if no engine reaches the store, and
+        PartLostError where no engine survives it, `give_up_after` times in a row.
         """
         failure: InfrastructureError | None = None
         for _ in range(self._settings.give_up_after):
-            await self._supervised.any_ready()
+            await self._supervised.wait_any_ready()
             failure = await self._stage_on_those_up(manifest)
             if failure is None:
                 return
@@ -94,8 +102,8 @@ class EngineFleet(PatientSampler):
         ) from failure
 
     async def _stage_on_those_up(self, manifest: WeightManifest) -> InfrastructureError | None:
-        """Stages on every engine that is up, and gives up those that cannot, if one can; what went wrong
-        where none can. Raises as `stage`."""
+        """Stages on every engine that is up. Where at least one succeeds, the others are declared lost; where
+        none does, returns an error of one. Raises as `stage`."""
         up = [engine for engine in self._engines.values() if engine.handle is not None]
         handles = {engine.name: engine.handle for engine in up if engine.handle is not None}
         results = await asyncio.gather(*(e.stage(manifest) for e in up), return_exceptions=True)
@@ -113,7 +121,7 @@ class EngineFleet(PatientSampler):
             return next(iter(failures.values()), PartLostError("no engine was up"))
         self._staged, self._staged_by = manifest, staged
         for name, error in failures.items():
-            self._lose(handles[name], f"could not stage {manifest.version}: {error}")
+            self._declare_lost(handles[name], f"could not stage {manifest.version}: {error}")
         return None
 
     async def activate(self, version: PolicyVersion, kv: KvPolicy = "keep") -> None:
@@ -123,8 +131,8 @@ class EngineFleet(PatientSampler):
         staged_by, self._staged_by, self._staged = self._staged_by, set(), None
         self._serving = manifest
         engines = list(self._engines.values())
-        await asyncio.gather(*(self._activate(one, manifest, kv, staged_by) for one in engines))
-        await self._supervised.any_ready()
+        await asyncio.gather(*(self._activate(engine, manifest, kv, staged_by) for engine in engines))
+        await self._supervised.wait_any_ready()
 
     async def _activate(
         self,
@@ -141,7 +149,7 @@ class EngineFleet(PatientSampler):
                 await engine.stage(manifest)
             await engine.activate(manifest.version, kv)
         except InfrastructureError as error:
-            self._lose(handle, f"could not serve {manifest.version}: {error}")
+            self._declare_lost(handle, f"could not serve {manifest.version}: {error}")
         else:
             if engine.handle is handle:
                 self.engine_ready(engine.name, manifest.version)
@@ -151,43 +159,43 @@ class EngineFleet(PatientSampler):
 
     @property
     def serving(self) -> WeightManifest | None:
-        """What was activated last: how to fetch the version in service."""
+        """Manifest of the version in service."""
         return self._serving
 
     # ---- for metrics ----------------------------------------------------------------------------
 
     @property
     def counters(self) -> EngineCounters:
-        """What all engines have done together, as of their last heartbeats or weight updates."""
+        """Sum over all engines, as of their last heartbeats or weight updates."""
         return self._usage().counters
 
     @property
     def times(self) -> ServiceTimes:
-        """Where their wall time went, likewise; engines that run at once add up."""
+        """Sum of their wall times, likewise; concurrent engines add up."""
         return self._usage().times
 
     def _usage(self) -> Usage:
-        return sum_usage([self._past, *(engine.usage for engine in self._engines.values())])
+        return sum_usage([self._ended_usage, *(engine.usage for engine in self._engines.values())])
 
-    # ---- for who samples elsewhere ----------------------------------------------------------------
+    # ---- for samplers in workers ------------------------------------------------------------------
 
     def table(self) -> EngineTable:
-        """The engines that serve something now, for a FollowingSampler."""
+        """The engines that serve a version now, for a FollowingSampler."""
         return {
             name: EngineEntry(engine.handle, engine.process, version)
             for name, engine in self._engines.items()
             if engine.handle is not None and (version := engine.current()) is not None
         }
 
-    async def forget(self, client: str) -> None:
-        """A worker's process of that name is gone: engines end what it had asked of them. One that cannot
-        is started again."""
+    async def end_client(self, client: str) -> None:
+        """Ends the requests of a client whose process has ended, on all engines. An engine that fails at this
+        is restarted."""
         handles = [engine.handle for engine in self._engines.values() if engine.handle is not None]
         calls = (handle.call(EngineProcess.forget, client) for handle in handles)
         results = await asyncio.gather(*calls, return_exceptions=True)
         for handle, error in zip(handles, results, strict=True):
             if isinstance(error, Exception):
-                self._lose(handle, f"could not forget {client}: {error}")
+                self._declare_lost(handle, f"could not forget {client}: {error}")
 
     def engine_ready(self, name: str, version: PolicyVersion) -> None:
         super().engine_ready(name, version)
@@ -203,7 +211,7 @@ class EngineFleet(PatientSampler):
         self, name: str, spawn: Spawn[EngineProcess], journal: FaultJournal | None = None
     ) -> Supervisor[EngineProcess]:
         if name not in self._engines:
-            self.add_engine(RemoteEngine(name, self._lose))
+            self.add_engine(RemoteEngine(name, self._declare_lost))
         engine = self._engines[name]
 
         async def prepare(handle: Handle[EngineProcess]) -> None:
@@ -211,34 +219,34 @@ class EngineFleet(PatientSampler):
             served: PolicyVersion | None = None
             # Another version may come into service while this one is fetched.
             while (manifest := self._serving) is not None and manifest.version != served:
-                await bring_to(handle, manifest)
+                await activate_on(handle, manifest)
                 served = manifest.version
             engine.connect(handle, served)
             if served is not None:
                 self.engine_ready(name, served)
 
-        def leave(cause: str) -> None:
-            self._part_from(engine, cause)
+        def on_loss(cause: str) -> None:
+            self._on_engine_lost(engine, cause)
 
-        def hear(usage: Usage) -> None:
+        def on_pulse(usage: Usage) -> None:
             engine.usage = usage
 
-        return Supervisor(name, spawn, prepare, self._supervision, leave, hear, journal)
+        return Supervisor(name, spawn, prepare, self._supervision, on_loss, on_pulse, journal)
 
-    def _part_from(self, engine: RemoteEngine, cause: str) -> None:
-        """Its process is gone, or about to be."""
-        self._past, engine.usage = sum_usage([self._past, engine.usage]), NO_USAGE
+    def _on_engine_lost(self, engine: RemoteEngine, cause: str) -> None:
+        """Cleans up after a process that has ended or is about to."""
+        self._ended_usage, engine.usage = sum_usage([self._ended_usage, engine.usage]), NO_USAGE
         engine.disconnect(cause)
         self.engine_away(engine.name)
 
-    def _lose(self, handle: Handle[EngineProcess], cause: str) -> None:
-        """Another process takes the place of this one, if it has not already."""
-        self._supervised.lose(handle, cause)
+    def _declare_lost(self, handle: Handle[EngineProcess], cause: str) -> None:
+        """See `Supervisor.declare_lost`."""
+        self._supervised.declare_lost(handle, cause)
 
 
 def check_build(found: Build, wanted: Build, name: str) -> None:
-    """Raises ConfigError where an engine's process is not what the trainer's is: it would compute other
-    values, or could not take its weights."""
+    """Raises ConfigError where a process has another build than the run's: it would compute other values, or
+    could not load its weights."""
     pairs = [(name, mine, found.parts.get(name)) for name, mine in wanted.parts.items()]
     differing = [f"{name}: {mine} here, {theirs} there" for name, mine, theirs in pairs if mine != theirs]
     if not differing:

@@ -1,10 +1,10 @@
-"""Sessions in a process of their own: agents, their sandboxes and their grading, beside the run's process.
+"""The process of a rollout worker: runs agents, their sandboxes and their grading.
 
     RemoteEpisodes ──run(ticket, order)──────────> RolloutPart ── Environment ── sandboxes
                    <──DoneEpisode──────────────────    │
                    ──follow(table), cancel(ticket)──>  └── FollowingSampler <──> engine processes
 
-One call a session, however many turns it has: what its turns cost is paid here.
+One call per session, however many turns it has: the work of its turns is done here.
 """
 
 from __future__ import annotations
@@ -31,26 +31,26 @@ from etude.tokens.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class DoneEpisode:
-    """What came of an order."""
+    """The result of an order."""
 
     bundles: tuple[bytes, ...]
-    """The session and those that left it in its middle, packed: arrays by themselves would stay in Ray's
-    object store for as long as anybody holds the trajectory, and fill it."""
+    """The session and those forked from it, packed: plain arrays would stay in Ray's object store for as long
+    as the trajectory is referenced, and fill it."""
     origin: GroupOrigin | None
     refused: Refused | None
     """See ForkedEpisode."""
     num_tokens: int
-    """That were sampled, those of failed attempts included."""
+    """Number of sampled tokens, those of failed attempts included."""
     times: EnvironmentTimes
-    """Of all episodes of this process so far."""
+    """Totals of all episodes of this process so far."""
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a worker has come."""
+    """A worker's answer to a heartbeat."""
 
     num_tokens: Mapping[int, int]
-    """Sampled so far, by ticket of the sessions that run."""
+    """Tokens sampled so far, by ticket of the running sessions."""
     times: EnvironmentTimes
 
 
@@ -60,8 +60,8 @@ class RolloutPart:
     def __init__(
         self, config: RunConfig, tokenizer: Tokenizer, limits: EpisodeLimits, name: str, owner: str
     ) -> None:
-        """`config`: settled. `owner`: names the maker of its sandboxes, as in open_run_backend. Raises
-        ResourceError where none can be made here."""
+        """`config`: settled. `owner`: of its sandboxes, as in open_run_backend. Raises ResourceError where
+        sandboxes are not available."""
         self._build, self._client = Build.here(config.model), f"{name}-{uuid.uuid4().hex[:12]}"
         self._backend = open_run_backend(config.sandbox, owner)
         self._blobs = MemoryBlobs()
@@ -70,10 +70,10 @@ class RolloutPart:
         self._sessions: dict[int, asyncio.Task[DoneEpisode]] = {}
         self._views: dict[int, MemberSampler] = {}
         self._cancelled: set[int] = set()
-        """Tickets that were cancelled before they arrived."""
+        """Tickets that were cancelled before their order arrived."""
 
     async def begin(self) -> tuple[Build, str]:
-        """What this process is, and its name with the engines, unlike any other process's."""
+        """This process's build, and its unique client name at the engines."""
         return self._build, self._client
 
     async def follow(self, table: EngineTable) -> None:
@@ -81,7 +81,7 @@ class RolloutPart:
         self._sampler.follow(table)
 
     async def pulse(self) -> Progress:
-        """How far sessions have come. Engines that do not answer from here are tried again."""
+        """Progress of the sessions. Also retries engines that did not answer this process."""
         self._sampler.reconnect()
         return Progress({ticket: view.num_tokens for ticket, view in self._views.items()}, self._times())
 
@@ -95,12 +95,12 @@ class RolloutPart:
         try:
             await asyncio.wait([session])
         finally:
-            session.cancel()  # it has ended, unless nobody waits for it any more
+            session.cancel()  # it has ended, unless this call was cancelled
             del self._sessions[ticket], self._views[ticket]
         return None if session.cancelled() else session.result()
 
     async def cancel(self, ticket: int) -> int:
-        """Ends a session, and returns once it has tidied up; how many tokens it had sampled."""
+        """Cancels a session and waits for its cleanup; returns the number of tokens it had sampled."""
         session, view = self._sessions.get(ticket), self._views.get(ticket)
         if session is None or view is None:
             self._cancelled.add(ticket)
@@ -119,8 +119,8 @@ class RolloutPart:
     async def _play(self, order: Order, view: MemberSampler) -> DoneEpisode:
         episode = await self._environment.play(order, view)
         played = (episode.trajectory, *episode.siblings)  # which may name the same arrays
-        bundles = [await asyncio.to_thread(pack_trajectory, one, self._blobs.get) for one in played]
-        for ref in (ref for one in played for ref in blobs_of(one)):
+        bundles = [await asyncio.to_thread(pack_trajectory, t, self._blobs.get) for t in played]
+        for ref in (ref for trajectory in played for ref in blobs_of(trajectory)):
             self._blobs.discard(ref)
         return DoneEpisode(tuple(bundles), episode.origin, episode.refused, view.num_tokens, self._times())
 

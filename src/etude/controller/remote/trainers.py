@@ -1,8 +1,8 @@
-"""The trainer in a process of its own, and what stands for it in the run's process.
+"""The process of the trainer, and its client in the run's process.
 
-A new process begins with the newest whole checkpoint. The batches that were trained on since are still here:
-it trains on them again, which is the same step for step, and so has the weights that were lost. A batch is
-let go once a checkpoint that contains it is on disk.
+A new process starts from the newest complete checkpoint. The client keeps the batches trained on since: the
+new process trains on them again, with identical results step for step, and so restores the lost weights. A
+batch is dropped once a checkpoint that contains it is on disk.
 """
 
 from __future__ import annotations
@@ -36,29 +36,29 @@ from etude.training.intake import RouteFetcher
 from etude.weights import WeightPublisher, open_publisher
 
 STAGE = "rl"
-"""Of the checkpoints that a trainer can go on from."""
+"""Stage of the checkpoints from which a trainer can be restored."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What a method returned, and what there is to write down and to say since the last one."""
+    """A method's return value, and the metric rows and messages since the last reply."""
 
     value: Any
     version: PolicyVersion
     rows: list[MetricRow]
     lines: list[str]
     outages: Sequence[tuple[float, str]] = ()
-    """Of the weight store, since the last reply: seconds, and why."""
+    """Outages of the weight store since the last reply: seconds, and the cause."""
 
 
 class RemoteTrainingPart:
-    """A TrainingPart that loads its model itself and keeps what it would write down for its caller."""
+    """A TrainingPart that loads its model itself and buffers its metrics and messages for the caller."""
 
     def __init__(
         self, config: RunConfig, model: Path, tokenizer: Tokenizer, paths: TrainingPaths, weights: Path
     ) -> None:
-        """`config`: settled. `model`: the directory of what is trained. `weights`: where they are published,
-        if not to the store that `config.weights` names."""
+        """`config`: settled. `model`: directory of the trained model. `weights`: where they are published, if
+        not to the store that `config.weights` names."""
         num_threads = set_threads(config.num_threads)
         keep_freed_memory()
         self._metrics, self._observer = MemorySink(), RecordingObserver()
@@ -68,7 +68,7 @@ class RemoteTrainingPart:
         with contextlib.ExitStack() as stack:
             publisher: WeightPublisher
             if config.weights.url:
-                publisher = stack.enter_context(open_publisher(config.weights, on_wait=self._note_outage))
+                publisher = stack.enter_context(open_publisher(config.weights, on_wait=self._record_outage))
             elif config.engine.backend == "vllm":
                 publisher = make_snapshots(weights, tokenizer, loaded, served_adapter(config))
             else:
@@ -79,29 +79,29 @@ class RemoteTrainingPart:
             self._stack = stack.pop_all()
         torch.set_num_threads(max(1, num_threads // config.parallel.ranks))
 
-    def do(self, method: str, *arguments: Any) -> Reply:
-        """Calls a method of the part."""
+    def call_part(self, method: str, *arguments: Any) -> Reply:
+        """Calls a method of the TrainingPart by name."""
         value = getattr(self._part, method)(*arguments)
         rows, self._metrics.rows = self._metrics.rows, []
         lines, self._observer.lines = self._observer.lines, []
         outages, self._outages = self._outages, []
         return Reply(value, self._part.version, rows, lines, outages)
 
-    def _note_outage(self, waited_s: float, cause: str) -> None:
-        """In a thread that uploads: what it appends goes with this reply or the next."""
+    def _record_outage(self, waited_s: float, cause: str) -> None:
+        """Called in an upload's thread: the entry goes with the current reply or the next."""
         self._outages.append((waited_s, cause))
 
     async def pulse(self) -> None:
         """Returns if the process is alive."""
 
     def close(self) -> None:
-        """Waits for what is being written: a checkpoint, a version on its way to the weight store."""
+        """Waits for pending writes: a checkpoint, a version on its way to the weight store."""
         self._stack.close()
 
 
 @dataclass(frozen=True, slots=True)
 class _Trained:
-    """A batch, and the step that the trainer was at after it."""
+    """A batch, and the trainer's step after it."""
 
     step: int
     groups: Sequence[Group]
@@ -109,10 +109,10 @@ class _Trained:
 
 
 class SupervisedTrainer(Handle[TrainingPart]):
-    """A RemoteTrainingPart, process after process. For one event loop.
+    """A handle to the trainer that survives the loss of its process. For one event loop.
 
-    A call that a lost process did not answer is made again to the next one, which is brought to the same
-    weights first.
+    A call that a lost process did not answer is repeated with the next process, once that has the same
+    weights.
     """
 
     def __init__(
@@ -132,30 +132,30 @@ class SupervisedTrainer(Handle[TrainingPart]):
         self._supervisor = Supervisor("trainer", spawn, self._prepare, supervision)
         self._calling = asyncio.Lock()
         self._version: PolicyVersion | None = None
-        """As of the last answer."""
+        """As of the last reply."""
         self._is_published = False
         """Whether those weights have been published."""
         self._trained: deque[_Trained] = deque()
-        """Since the newest checkpoint that is known to be on disk."""
+        """Batches since the newest checkpoint that is known to be on disk."""
         self._unsaved_steps = 0
-        """Since the last checkpoint was begun."""
+        """Steps since the last checkpoint was begun."""
 
     async def start(self) -> None:
         """Starts the process. Raises what it raises."""
         await self._supervisor.start()
 
     async def send(self, method: str, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
-        """See Handle.send. Raises PartLostError only when the trainer is started no more, and when
-        `give_up_after` processes in a row were lost at this very call: the run would not get on."""
-        assert not named, "a trainer's arguments go by position"
+        """See Handle.send. Raises PartLostError only when the trainer is given up, or when this very call
+        lost `give_up_after` processes in a row."""
+        assert not named, "a trainer's arguments are positional"
         async with self._calling:
             if method == "step":
                 groups: Sequence[Group] = arguments[0]
                 arguments = (groups, routes_of(groups, self._fetch_routes))
-            reply = await self._supervisor.persist(
-                method, lambda handle: handle.call(RemoteTrainingPart.do, method, *arguments)
+            reply = await self._supervisor.call_with_restarts(
+                method, lambda handle: handle.call(RemoteTrainingPart.call_part, method, *arguments)
             )
-            self._write_down(reply)
+            self._forward(reply)
             self._version = reply.version
             self._is_published = method == "publish" or (self._is_published and method != "step")
             if method == "step":
@@ -171,11 +171,11 @@ class SupervisedTrainer(Handle[TrainingPart]):
         await self._supervisor.close()
 
     def kill(self) -> None:
-        """See Handle.kill: the process is; another takes its place."""
+        """See Handle.kill: kills the process; another one replaces it."""
         if self._supervisor.handle is not None:
-            self._supervisor.lose(self._supervisor.handle, "was killed")
+            self._supervisor.declare_lost(self._supervisor.handle, "was killed")
 
-    def _write_down(self, reply: Reply) -> None:
+    def _forward(self, reply: Reply) -> None:
         for row in reply.rows:
             if row["kind"] == CHECKPOINT_KIND and "written_s" in row:
                 while self._trained and self._trained[0].step <= row["step"]:
@@ -185,27 +185,27 @@ class SupervisedTrainer(Handle[TrainingPart]):
         for line in reply.lines:
             self._observer.say(line)
         for waited_s, cause in reply.outages:
-            self._journal.note("weight store", "away", cause, down_s=waited_s)
+            self._journal.record("weight store", "away", cause, down_s=waited_s)
 
     async def _prepare(self, handle: Handle[RemoteTrainingPart]) -> None:
-        """Brings a new process to the step that the run is at; the first one stays at the beginning."""
+        """Brings a new process to the run's current step; the first one starts at the beginning."""
         if self._version is None:
             return
         newest = await asyncio.to_thread(find_resumable, self._latest, self._metrics, self._observer)
         restored = 0
         if newest is not None and (read_state(newest) or {}).get("stage") == STAGE:
-            reply = await handle.call(RemoteTrainingPart.do, "restore", newest)
+            reply = await handle.call(RemoteTrainingPart.call_part, "restore", newest)
             restored = reply.version.step
-        again = [one for one in self._trained if one.step > restored]
-        if [one.step for one in again] != list(range(restored + 1, self._version.step + 1)):
+        replayed = [batch for batch in self._trained if batch.step > restored]
+        if [batch.step for batch in replayed] != list(range(restored + 1, self._version.step + 1)):
             raise CheckpointError(
                 f"holds step {restored}, and the batches up to step {self._version.step} are not all kept",
                 field="checkpoint",
                 received=str(newest),
                 fix="go on with --resume, which samples them again",
             )
-        for one in again:
-            await handle.call(RemoteTrainingPart.do, "step", one.groups, one.routes)
+        for batch in replayed:
+            await handle.call(RemoteTrainingPart.call_part, "step", batch.groups, batch.routes)
         if self._is_published:
-            await handle.call(RemoteTrainingPart.do, "publish")
-        self._observer.say(f"trainer: at step {self._version.step} again, {len(again)} trained once more")
+            await handle.call(RemoteTrainingPart.call_part, "publish")
+        self._observer.say(f"trainer: at step {self._version.step} again, {len(replayed)} trained once more")

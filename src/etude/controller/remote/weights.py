@@ -1,4 +1,4 @@
-"""Weights that pass from the trainer's process to the engines' through a directory that all of them see."""
+"""Transfers weights from the trainer's process to the engines' through a shared directory."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from etude.weights import check_tensors
 
 
 class DirectoryWeights:
-    """Keeps the last few versions, a directory each, whole or not there. Implements WeightPublisher.
+    """Keeps the last few versions, each in a directory that appears atomically. Implements WeightPublisher.
 
-    Nothing is synced to disk: what a machine loses when it goes down, the trainer publishes again.
+    Nothing is synced to disk: versions lost with a machine are published again by the trainer.
     """
 
     def __init__(self, root: Path, keep: int = 4) -> None:
@@ -26,9 +26,9 @@ class DirectoryWeights:
         self._published = SnapshotDirectory(root, keep, field="cluster.weights_directory")
 
     def publish(self, version: PolicyVersion, tensors: Mapping[str, Tensor]) -> WeightManifest:
-        """See WeightPublisher. The same weights published again are left as they lie, if they are whole."""
-        held = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-        return self._published.publish(version, lambda draft: save_file(held, draft / "model.safetensors"))
+        """See WeightPublisher. Weights that are published already, and complete, are not written again."""
+        copies = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+        return self._published.publish(version, lambda draft: save_file(copies, draft / "model.safetensors"))
 
     def fetch(self, manifest: WeightManifest) -> Mapping[str, Tensor]:
         """The checked tensors of a manifest. Raises WeightUpdateError."""
