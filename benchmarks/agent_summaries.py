@@ -9,7 +9,7 @@ from pathlib import Path
 from common import Figures
 
 from etude.config import RunConfig
-from etude.controller.compute import settle_evaluation, use_sampling_threads
+from etude.controller.compute import resolve_evaluation, use_sampling_threads
 from etude.controller.engines import serve_model
 from etude.controller.evaluate import load_policy
 from etude.controller.families import open_family
@@ -22,7 +22,7 @@ from etude.records import SamplingParams, Status, Task, Trajectory
 def measure_summaries(run: Path) -> Figures:
     """Greedy pass rates on the run's held-out trails, with summaries and with them off."""
     directory = RunDirectory.open(run)
-    config = settle_evaluation(directory)
+    config = resolve_evaluation(directory)
     use_sampling_threads(config)
     tasks = open_family(config).evaluation_tasks("heldout", config.evaluation.num_tasks)
     off = config.model_copy(update={"agent": config.agent.model_copy(update={"summary_at_tokens": 0})})

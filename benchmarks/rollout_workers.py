@@ -24,7 +24,7 @@ from etude.controller.arrangement import Place, open_executor
 from etude.controller.compute import choose_place
 from etude.controller.engines import serve_model
 from etude.controller.families import open_family
-from etude.controller.models import settle_model
+from etude.controller.models import resolve_model
 from etude.controller.remote.arrangement import open_remote
 from etude.controller.training_part import TrainingPaths
 from etude.evaluation import play_sessions, plays_of
@@ -80,7 +80,7 @@ def _config(asked: argparse.Namespace, directory: str, num_workers: int) -> RunC
             "heartbeat_s": 1.0,
         },
     }
-    config = settle_model(RunConfig.model_validate(tree))
+    config = resolve_model(RunConfig.model_validate(tree))
     place = choose_place()
     engine = config.engine.model_copy(update={"kernels": place.kernels})
     return config.model_copy(update={"device": place.device, "dtype": place.dtype, "engine": engine})

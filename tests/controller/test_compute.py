@@ -15,8 +15,8 @@ from etude.controller.compute import (
     choose_place,
     choose_weight_dtype,
     place_model,
-    settle_compute,
-    settle_evaluation,
+    resolve_compute,
+    resolve_evaluation,
 )
 from etude.controller.starting import check_start
 from etude.errors import ConfigError, ResourceError, StoreError, TaskError, UserError
@@ -45,7 +45,7 @@ def new_run(tmp_path: Path) -> RunDirectory:
 
 def test_without_a_compiler_a_new_run_says_that_it_samples_slowly(no_compiler: None, tmp_path: Path) -> None:
     run, observer = new_run(tmp_path), RecordingObserver()
-    assert settle_compute(run, run.config, observer).engine.kernels == "eager"
+    assert resolve_compute(run, run.config, observer).engine.kernels == "eager"
     assert run.environment["kernels"] == "eager"
     assert any("several times slower" in text for text in observer.lines)
 
@@ -56,18 +56,18 @@ def test_a_run_that_began_with_native_kernels_does_not_go_on_without_them_unaske
     run = new_run(tmp_path)
     run.update_environment({"device": "cpu", "kernels": "native", "compute_threads": 1})
     with pytest.raises(ResourceError) as caught:
-        settle_compute(run, run.config, RecordingObserver())
+        resolve_compute(run, run.config, RecordingObserver())
     assert caught.value.field == "engine.kernels"
     assert run.environment["kernels"] == "native"
     engine = run.config.engine.model_copy(update={"kernels": "eager"})
     asked = run.config.model_copy(update={"engine": engine})
-    assert settle_compute(run, asked, RecordingObserver()).engine.kernels == "eager"
+    assert resolve_compute(run, asked, RecordingObserver()).engine.kernels == "eager"
 
 
 def test_a_run_that_began_eager_stays_eager(tmp_path: Path) -> None:
     run = new_run(tmp_path)
     run.update_environment({"device": "cpu", "kernels": "eager"})
-    assert settle_compute(run, run.config, RecordingObserver()).engine.kernels == "eager"
+    assert resolve_compute(run, run.config, RecordingObserver()).engine.kernels == "eager"
 
 
 def test_what_would_end_a_run_at_once_is_refused_before_it_has_a_directory(
@@ -139,10 +139,10 @@ def test_only_native_kernels_keep_weights_in_another_format_than_the_model() -> 
 def test_device_and_number_format_are_stored_with_the_run_and_kept(tmp_path: Path) -> None:
     run = new_run(tmp_path)
     asked = run.config.model_copy(update={"device": "cpu"})
-    settled = settle_compute(run, asked, RecordingObserver())
+    settled = resolve_compute(run, asked, RecordingObserver())
     assert (settled.device, settled.dtype) == ("cpu", "float32")
     assert (run.environment["device"], run.environment["dtype"]) == ("cpu", "float32")
-    assert settle_compute(run, run.config, RecordingObserver()).device == "cpu"
+    assert resolve_compute(run, run.config, RecordingObserver()).device == "cpu"
 
 
 @needs_no_gpu
@@ -150,9 +150,9 @@ def test_a_run_that_began_on_a_gpu_goes_on_there_only_but_can_be_judged_elsewher
     run = new_run(tmp_path)
     run.update_environment({"device": "cuda", "dtype": "bfloat16", "kernels": "gpu", "compute_threads": 1})
     with pytest.raises(ResourceError) as caught:
-        settle_compute(run, run.config, RecordingObserver())
+        resolve_compute(run, run.config, RecordingObserver())
     assert caught.value.field == "device"
-    judged = settle_evaluation(run)
+    judged = resolve_evaluation(run)
     assert (judged.device, judged.dtype) == ("cpu", "float32")
     assert judged.engine.kernels in ("eager", "native")
 

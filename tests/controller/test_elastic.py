@@ -195,7 +195,7 @@ def test_a_search_for_replicas_that_fails_is_said_and_goes_on(
     async def body() -> None:
         async with running(replicas[:1], tmp_path) as run:
             with monkeypatch.context() as disk:
-                disk.setattr(run.pool, "_look", fail)
+                disk.setattr(run.pool, "_adjust", fail)
                 await until(lambda: run.events() == ["does not lend"])
                 await run.hand("lend", replicas[0], pool="rollout")
             await until(lambda: run.pool.num_lent == 1)

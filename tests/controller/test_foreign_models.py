@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from etude.config import RunConfig
-from etude.controller.models import check_routing, settle_model
+from etude.controller.models import check_routing, resolve_model
 from etude.controller.pretraining import check_pretraining, pretrain
 from etude.controller.starting import check_start
 from etude.errors import ConfigError
@@ -59,8 +59,8 @@ def test_our_own_engine_does_not_sample_from_them(tmp_path: Path) -> None:
 
 def test_training_without_sampling_asks_for_no_engine(tmp_path: Path) -> None:
     initial = checkpoint(tmp_path, glm_model)
-    assert settle_model(config_of(initial), samples=False).model.max_positions == 1024
-    settle_model(config_of(initial, rl={"stream": {"source": "elsewhere"}}))
+    assert resolve_model(config_of(initial), samples=False).model.max_positions == 1024
+    resolve_model(config_of(initial, rl={"stream": {"source": "elsewhere"}}))
 
 
 def test_what_a_models_routers_cannot_do_is_refused() -> None:

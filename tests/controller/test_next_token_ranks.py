@@ -15,7 +15,7 @@ import torch
 from etude.config import RunConfig, parse_config
 from etude.config.parallel import ParallelConfig
 from etude.controller.corpora import session_control_tokens
-from etude.controller.mixtures import settle
+from etude.controller.mixtures import resolve
 from etude.controller.pretraining import pretrain
 from etude.controller.sft import fine_tune
 from etude.errors import ConfigError
@@ -139,10 +139,10 @@ def _kill_once_saved(config: RunConfig) -> None:
 
 def test_what_ranks_cannot_train_is_refused_before_there_is_a_run(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="whole copies"):
-        settle(_config(tmp_path, "x", {"ranks": 2, "fsdp": 2}, drafts={"num_layers": 1}))
+        resolve(_config(tmp_path, "x", {"ranks": 2, "fsdp": 2}, drafts={"num_layers": 1}))
     foreign = tmp_path / "foreign"
     foreign.mkdir()
     (foreign / "config.json").write_text('{"model_type": "gpt2"}')
     config = _config(tmp_path, "x", {"ranks": 2}).model_copy(update={"initial_checkpoint": str(foreign)})
     with pytest.raises(ConfigError):
-        settle(config)
+        resolve(config)

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from etude.config import RunConfig
-from etude.controller.compute import settle_numerics
+from etude.controller.compute import resolve_numerics
 from etude.controller.local import LocalHandle
 from etude.controller.parity import ParityGate
 from etude.controller.publication import Publication
@@ -294,7 +294,7 @@ def test_invariant_numerics_are_refused_where_they_cannot_be_had(monkeypatch: py
     monkeypatch.setattr("etude.controller.compute.load_library", _no_compiler)
     with pytest.raises(ResourceError, match="no C compiler"):
         check_start(config)
-    assert settle_numerics(RunConfig()).engine.kernels == "auto", "fast numerics ask for nothing"
+    assert resolve_numerics(RunConfig()).engine.kernels == "auto", "fast numerics ask for nothing"
 
 
 def _no_compiler() -> None:

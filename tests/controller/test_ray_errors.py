@@ -14,7 +14,7 @@ from ray.core.generated.common_pb2 import ActorDiedErrorContext  # pyright: igno
 from ray.exceptions import ActorDiedError, RayTaskError
 
 from etude.config import ClusterConfig
-from etude.controller.ray import RayExecutor, words_of
+from etude.controller.ray import RayExecutor, describe_ray_error
 from etude.errors import SamplerError
 
 
@@ -27,7 +27,7 @@ def raised(cause: Exception) -> RayTaskError:
 def test_an_error_of_a_method_is_told_by_its_cause() -> None:
     cause = SamplerError("the engine has failed", received="a page fault")
     for error in (raised(cause), raised(raised(cause)), raised(cause).as_instanceof_cause()):
-        assert words_of(error) == "SamplerError: the engine has failed; received 'a page fault'"
+        assert describe_ray_error(error) == "SamplerError: the engine has failed; received 'a page fault'"
 
 
 def test_of_a_process_that_died_it_is_told_what_ray_knows() -> None:
@@ -35,12 +35,12 @@ def test_of_a_process_that_died_it_is_told_what_ray_knows() -> None:
     context = ActorDiedErrorContext(
         class_name="etude-engine", actor_id=bytes(16), pid=7, error_message=f"{words}\n\tat 127.0.0.1"
     )
-    told = words_of(ActorDiedError(context))
+    told = describe_ray_error(ActorDiedError(context))
     assert told == f"ActorDiedError: The actor died unexpectedly before finishing this task. {words}"
 
 
 def test_long_words_are_cut() -> None:
-    assert len(words_of(raised(ValueError("x" * 10_000)))) < 600
+    assert len(describe_ray_error(raised(ValueError("x" * 10_000)))) < 600
 
 
 def test_a_ray_that_does_not_start_leaves_no_directory_nor_does_one_that_was_killed(

@@ -13,7 +13,7 @@ import torch
 
 from etude.agent import core_registry, open_renderer
 from etude.config import AgentConfig, RunConfig, load_config
-from etude.controller.recorded import RecordedSource, settle_recorded, train_recorded
+from etude.controller.recorded import RecordedSource, resolve_recorded, train_recorded
 from etude.controller.train import ADAPTER, FINAL, InterruptedRunError
 from etude.errors import ConfigError
 from etude.model import LanguageModel
@@ -79,7 +79,7 @@ def _config(tmp_path: Path, source: Path, **rl: Any) -> RunConfig:
 
 
 def _train(config: RunConfig, resume: bool = False) -> tuple[RunDirectory, dict[str, Any]]:
-    config = settle_recorded(config)
+    config = resolve_recorded(config)
     path = Path(config.runs_directory) / config.name
     run = RunDirectory.open(path) if resume else RunDirectory.create(config)
     return run, train_recorded(config, run, SilentObserver(), resume)
@@ -184,7 +184,7 @@ def test_a_source_without_a_log_is_refused_before_a_run_is_made(tmp_path: Path) 
 
 def test_a_log_alone_needs_a_model_to_begin_with(tmp_path: Path, recorded: Path) -> None:
     with pytest.raises(ConfigError) as caught:
-        settle_recorded(_config(tmp_path, recorded / "trajectories"))
+        resolve_recorded(_config(tmp_path, recorded / "trajectories"))
     assert caught.value.field == "initial_checkpoint"
     assert RecordedSource(recorded / "trajectories").log.part_names()
 

@@ -14,7 +14,7 @@ from etude.agent import core_registry
 from etude.agent.endpoint_messages import byte_tokenizer
 from etude.config import ModelConfig, RunConfig
 from etude.controller.evaluation import EvaluationRequest, evaluate
-from etude.controller.models import settle_model
+from etude.controller.models import resolve_model
 from etude.controller.starting import check_start
 from etude.controller.train import ROUTES, InterruptedRunError
 from etude.errors import ConfigError
@@ -149,10 +149,10 @@ def test_an_interrupted_run_goes_on_with_a_server_that_holds_other_weights(tmp_p
 def test_a_checkpoint_says_what_the_model_is(tmp_path: Path) -> None:
     initial = checkpoint(tmp_path / "initial", small_model)
     config = RunConfig.model_validate({"initial_checkpoint": str(initial), "agent": {"max_tokens": 600}})
-    assert settle_model(config).model == _SMALL
+    assert resolve_model(config).model == _SMALL
     longer = config.agent.model_copy(update={"max_tokens": 601})
     with pytest.raises(ConfigError, match="window of 600 tokens"):
-        settle_model(config.model_copy(update={"agent": longer}))
+        resolve_model(config.model_copy(update={"agent": longer}))
 
 
 def test_vllm_must_be_named(tmp_path: Path) -> None:

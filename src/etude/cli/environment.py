@@ -113,9 +113,9 @@ def serve_command(
         return _backend(backend, sandbox_server, sandbox_token_file)
 
     if agent.mcp:
-        from etude.controller.starting import settle_servers
+        from etude.controller.starting import resolve_servers
 
-        agent = settle_servers(agent, open_sandboxes, lambda: next(iter(found.values()), None))
+        agent = resolve_servers(agent, open_sandboxes, lambda: next(iter(found.values()), None))
     site = new_site(open_sandboxes(), agent, snapshot_every, life_s)
     limits = HostLimits(tenant_sessions=max_sessions, idle_s=idle_s)
     sessions = SessionHost(site, limits, found, roots or ())

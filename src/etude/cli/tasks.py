@@ -108,10 +108,10 @@ def sessions_command(
     from etude.config import load_config
     from etude.controller.expert_chats import write_chats
     from etude.controller.families import open_family
-    from etude.controller.starting import settle_run_servers
+    from etude.controller.starting import resolve_run_servers
     from etude.kit.durable import make_directory
 
-    run_config = settle_run_servers(load_config(config, settings or []))
+    run_config = resolve_run_servers(load_config(config, settings or []))
     # To say now, and not once the sessions were played, that nothing can be written there.
     if file.is_dir():
         raise ConfigError("is a directory", field="FILE", received=str(file), fix="name a file in it")

@@ -97,10 +97,10 @@ def train_command(
         return
     recorded = bool(run_config.rl.stream.source)
     if recorded:
-        from etude.controller.recorded import settle_recorded
+        from etude.controller.recorded import resolve_recorded
         from etude.controller.recorded import train_recorded as train
 
-        run_config = settle_recorded(run_config)
+        run_config = resolve_recorded(run_config)
     else:
         from etude.controller.train import train
 
@@ -133,12 +133,12 @@ class Asked:
 
         A new run that is refused leaves no directory. After Ctrl-C says how to go on, and raises typer.Exit.
         """
-        from etude.controller.starting import settle_run_servers  # heavy, as its callers' imports
+        from etude.controller.starting import resolve_run_servers  # heavy, as its callers' imports
 
         if self.resume:
             run, config = resumed_run(self.config, self.dropped)
         else:
-            config = settle_run_servers(self.config)
+            config = resolve_run_servers(self.config)
             check(config)
             run = RunDirectory.create(config)
         try:

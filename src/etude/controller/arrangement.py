@@ -1,7 +1,7 @@
-"""Where the parts of a run are: in turns in this process, or apart (`remote/arrangement.py`), which is in
-processes of their own over Ray, and in threads where a run of one process borrows replicas.
+"""Arrangement of a run's parts: all in this process, in turns; or apart (`remote/arrangement.py`), that is in
+processes of their own over Ray, or in threads where a run of one process borrows replicas.
 
-Both arrangements give the loop the same: `Parts` to sample with and a `Handle` of what trains.
+Both arrangements provide the same to the loop: `Parts` to sample with and a `Handle` of the trainer.
 """
 
 from __future__ import annotations
@@ -36,46 +36,46 @@ from etude.tokens.tokenizer import Tokenizer
 
 TRAINER, EVALUATION = "trainer", "evaluation"
 ENGINE, WORKER = "engine-", "worker-"
-"""What the names of the parts are, or begin with."""
+"""Names of the parts, or prefixes of their names."""
 
 
 @dataclass(frozen=True, slots=True)
 class Arrangement:
-    """The parts of a run, and where its trainer can be had."""
+    """The parts of a run."""
 
     parts: Parts
     training: AbstractAsyncContextManager[Handle[TrainingPart]]
-    """Opens the trainer: a Handle of a TrainingPart, or of what does as one does. Left before what follows
-    training, since it may hold processes."""
+    """Opens the trainer: a Handle of a TrainingPart or of an equivalent. It may hold processes, so it is
+    closed before the final evaluations."""
     beside: EvaluationBeside | None = None
-    """Judges versions while others are trained."""
+    """Evaluates versions during training."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """What an arrangement needs to know of the run's directory, and where it tells what happens."""
+    """Paths in the run's directory, and receivers of metrics and messages, for an arrangement."""
 
     directory: Path
     paths: TrainingPaths
     model: Path
-    """The directory that the model which is trained lies in."""
+    """Directory of the model to train."""
     routes: Path | None
-    """Where expert routes are kept for good."""
+    """Where expert routes are stored permanently; None: in memory."""
     snapshots: Path
-    """For vLLM."""
+    """Where weights are written for vLLM."""
     metrics: MetricSink
     observer: Observer
     faults: dict[str, int]
-    """Counts of what failed, of earlier sittings too."""
+    """Counts of faults, those of earlier sittings included."""
     heldout: Sequence[Task] = ()
-    """What versions are judged on beside training."""
+    """Tasks of the evaluation during training."""
 
 
 @contextlib.asynccontextmanager
 async def open_local(
     config: RunConfig, tokenizer: Tokenizer, model: AnyModel, place: Place, num_threads: int
 ) -> AsyncIterator[Arrangement]:
-    """Everything in this process. `num_threads`: compute threads of training."""
+    """Opens all parts in this process. `num_threads`: compute threads of training."""
     use_numerics(place_model(model, config), config)
     opening = open_parts(
         config,
@@ -107,20 +107,20 @@ async def open_local(
                 handle: Handle[TrainingPart] = LocalHandle(part, threads, TRAINER)
                 if config.colocated:
                     assert isinstance(parts.service, EngineService), "so RunConfig wants it"
-                    handle = await ColocatedTrainer.take_turns(handle, parts.service)
+                    handle = await ColocatedTrainer.start(handle, parts.service)
                 yield handle
 
         yield Arrangement(parts, training())
 
 
 def sandbox_owner(place: Place) -> str:
-    """What a run's own process is known by on a sandbox server; the same when it is resumed."""
+    """Name of a run's own process at a sandbox server; the same when the run is resumed."""
     return f"{platform.node()}:{place.directory.resolve()}"
 
 
 def is_reproducible(config: RunConfig) -> bool:
-    """Whether the same run gives the same tokens twice: it keeps a schedule, or else the order of requests
-    changes no bit, since every sum has a fixed order and no weights change meanwhile."""
+    """Whether a repeated run samples the same tokens: its schedule is fixed, or the order of requests does
+    not affect results, since every sum has a fixed order and no weights change meanwhile."""
     elsewhere = config.clusters.listen or config.elastic.router or config.engine.backend != "etude"
     elsewhere = elsewhere or config.agent.harness.command
     fixed = config.numerics == "invariant" and config.rl.max_staleness == 0 and not elsewhere
@@ -128,12 +128,12 @@ def is_reproducible(config: RunConfig) -> bool:
 
 
 def keeps_schedule(config: RunConfig) -> bool:
-    """Whether requests come to the engine in an order that repeats. Engines of vLLM take them as they come,
-    and so do several processes or clusters that sample or run sessions, or one that samples while another
-    trains, and replicas that come and go."""
+    """Whether requests reach the engine in a reproducible order. They do not with vLLM, with several
+    processes or clusters that sample or run sessions, with sampling while the trainer steps, or with borrowed
+    replicas."""
     if config.engine.backend != "etude" or config.clusters.listen or config.elastic.router:
         return False
-    if config.agent.harness.command:  # which asks when it likes
+    if config.agent.harness.command:  # which sends requests at any time
         return False
     cluster = config.cluster
     alone = cluster.engines == 1 and not cluster.workers
@@ -141,7 +141,7 @@ def keeps_schedule(config: RunConfig) -> bool:
 
 
 def part_resources(config: RunConfig) -> list[Resources]:
-    """What the parts of a run take, the trainer first."""
+    """Resources of a run's parts, the trainer first."""
     cluster = config.cluster
     engines = cluster.engines if config.executor == "ray" else 1
     gpus = 1.0 if config.device == "cuda" else 0.0
@@ -156,7 +156,7 @@ def part_resources(config: RunConfig) -> list[Resources]:
 
 
 def worker_resources(config: RunConfig, name: str) -> Resources:
-    """What the rollout worker of that name takes."""
+    """Resources of the rollout worker of that name."""
     return _resources(name, config.cluster.worker, 0.0)
 
 
@@ -166,7 +166,7 @@ def _resources(name: str, part: PartConfig, default_gpus: float) -> Resources:
 
 
 def check_executor(config: RunConfig) -> None:
-    """Looks, before a run has a directory, whether its processes can be had. Raises ConfigError for a Ray
+    """Checks, before a run has a directory, that its processes can be started. Raises ConfigError for a Ray
     that is not installed or does not answer, ResourceError where they do not fit this machine."""
     settings = config.cluster
     _import_ray(settings)
@@ -180,7 +180,7 @@ def check_executor(config: RunConfig) -> None:
 
 
 def executor_of(config: RunConfig) -> AbstractContextManager[Executor]:
-    """What starts the parts of a run that has them apart. Raises ConfigError where Ray is not installed."""
+    """The executor of a run's parts, where they are apart. Raises ConfigError where Ray is not installed."""
     if config.executor == "ray":
         return open_executor(config.cluster)
     return contextlib.nullcontext(LocalExecutor())
@@ -192,9 +192,9 @@ def open_executor(settings: ClusterConfig) -> Any:
 
 
 def _import_ray(settings: ClusterConfig) -> Any:
-    # All are read when Ray is imported or started. It reports nothing to anybody. A Ray that is started here
-    # takes the loopback address for this machine's own, and so listens there alone; and its workers, trainer
-    # and engines, get as much of busy cores as sandboxes do: Ray would give them the least (niceness 15).
+    # All are read when Ray is imported or started. No usage reports. A Ray that is started here uses the
+    # loopback address as this machine's own, and so listens there only. Its workers (trainer and engines) get
+    # the same share of busy cores as sandboxes: Ray's default is the lowest priority (niceness 15).
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     if not settings.address:
         os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")

@@ -1,4 +1,4 @@
-"""A replica that is borrowed, as one of a run's engines: checked to compute what they do, and counted."""
+"""A borrowed replica as one of a run's engines: checks that it computes the same, and counts its usage."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from etude.kit.tasks import end_tasks
 from etude.tokens.tokenizer import Tokenizer
 
 _REST_S = 30.0
-"""For a poll that tells the rest; then the replica counts as lost."""
+"""Timeout of the final poll of a recalled replica; then it counts as lost."""
 
 
 def engine_numerics(place: Place, weight_dtype: str, cache_dtype: str) -> dict[str, str]:
-    """What decides the bits of a token, beside weights and versions. `weight_dtype`, `cache_dtype`: as in
-    EngineConfig. Raises ConfigError for a format that these kernels do not have."""
+    """The settings that determine sampled tokens bit for bit, besides weights and versions. `weight_dtype`,
+    `cache_dtype`: as in EngineConfig. Raises ConfigError for a format that these kernels do not have."""
     return {
         "device": place.device,
         "kernels": place.kernels,
@@ -36,7 +36,7 @@ def engine_numerics(place: Place, weight_dtype: str, cache_dtype: str) -> dict[s
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What a replica must be, to sample for a run."""
+    """Requirements on a replica that samples for a run."""
 
     numerics: Mapping[str, str]
     tokenizer: str
@@ -45,13 +45,13 @@ class Needs:
 
     @staticmethod
     def of(config: RunConfig, tokenizer: Tokenizer) -> Needs:
-        """Of a run with a settled configuration."""
+        """The requirements of a run with a resolved configuration."""
         place = choose_place(config.device, config.dtype, config.engine.kernels, config.numerics)
         numerics = engine_numerics(place, config.engine.weight_dtype, config.engine.cache_dtype)
         return Needs(numerics, tokenizer.digest, config.agent.max_tokens)
 
     def check(self, about: Mapping[str, Any], url: str) -> None:
-        """Raises ConfigError for a replica that would compute other values, or cannot take its sessions."""
+        """Raises ConfigError for a replica that would compute other values, or has too small a context."""
         theirs = about["numerics"]
         differing = [
             f"{name} {wanted} here, {theirs.get(name)} there"
@@ -83,63 +83,63 @@ class BorrowedEngine(LoanHandle):
         on_end: Callable[[], None] = lambda: None,
         on_kill: Callable[[], None] = lambda: None,
     ) -> None:
-        """`on_end`: called at once when the replica was called home. `on_kill`: when it is let go. See
+        """`on_end`: called at once when the replica was recalled. `on_kill`: called when it is killed. See
         LoanHandle."""
         super().__init__(url, token, store)
         self._needs = needs
         self._on_end, self._on_kill = on_end, on_kill
         self._is_polled = False
-        """Whether somebody has begun to poll."""
-        self._told_all = asyncio.Event()
-        """Set when all that it had been asked has been answered, to its end."""
+        """Whether polling has begun."""
+        self._polled_all = asyncio.Event()
+        """Set when all its requests have been answered completely."""
         self._before: Mapping[str, float] = {}
-        """What the engine had done when the run got it."""
+        """The engine's counters when the loan began."""
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Where it is, and nothing of what is under way."""
+        """Pickles its address only, without calls in progress."""
         return BorrowedEngine, (self.url, self._token, self._store, self._needs)
 
     async def send(self, method: str, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
-        """See LoanHandle.send. Raises LoanEndedError only after the polling side has the rest: it ends
-        what the replica was asked, and with it the sessions that had tokens on their way."""
+        """See LoanHandle.send. Raises LoanEndedError only after the final poll has delivered all chunks:
+        the error ends the replica's requests, and would lose tokens in transit."""
         self._is_polled = self._is_polled or method == "poll"
         try:
             return await super().send(method, arguments, named)
         except LoanEndedError:
             if method == "poll":
-                self._told_all.set()
+                self._polled_all.set()
             self._on_end()
-            await self._wait_for_the_rest()
+            await self._wait_for_polling()
             raise
 
-    async def _wait_for_the_rest(self) -> None:
-        """Waits until the polling side has everything, which takes no time: but for a while."""
+    async def _wait_for_polling(self) -> None:
+        """Waits, at most `_REST_S`, until the final poll has delivered all chunks."""
         if self._is_polled:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_REST_S):
-                    await self._told_all.wait()
+                    await self._polled_all.wait()
 
-    async def give_back(self) -> None:
-        """Ends the loan; returns when the polling side has what is under way, to its end."""
+    async def return_loan(self) -> None:
+        """Ends the loan; returns when the final poll has delivered all chunks."""
         ending = asyncio.ensure_future(self.send("end", (), {}))
         try:
-            await self._told_all.wait()
+            await self._polled_all.wait()
         finally:
             await end_tasks(ending)
 
     def kill(self) -> None:
         super().kill()
-        self._told_all.set()  # nobody polls any more
+        self._polled_all.set()  # there are no more polls
         self._on_kill()
 
     async def _do(self, method: str, *arguments: Any, within_s: float | None = None) -> Any:
-        """See LoanHandle: what the engine is, and has done, as processes of the run say it."""
+        """See LoanHandle. Converts the replica's answers to the types of the run's own processes."""
         result = await super()._do(method, *arguments, within_s=within_s)
         if method == "begin":
-            return await self._begun(result)
+            return await self._check_build(result)
         return self._usage(result) if method in ("pulse", "activate") else result
 
-    async def _begun(self, about: Mapping[str, Any]) -> Build:
+    async def _check_build(self, about: Mapping[str, Any]) -> Build:
         try:
             self._needs.check(about, self.url)
             build = Build(**about["build"])

@@ -1,15 +1,15 @@
-"""Trainer and engine on one device, which they have in turn.
+"""Trainer and engine that use one device in turn.
 
-    sessions run            engine: weights, keys and values        trainer: weights
-      │ all closed: the engine gives its keys and values back
+    sessions run            engine: weights, KV cache               trainer: weights
+      │ all closed: the engine frees its KV cache
     step                    engine: weights                         trainer: weights, gradients, states
-      │ gradients are dropped, the optimiser's states go to host memory
+      │ gradients are freed, the optimiser's states move to host memory
     publish, stage          engine: weights twice                   trainer: weights
-      │ activate: what served before is let go
-    sessions run            the first step takes memory for keys and values again
+      │ activate: the former version is freed
+    sessions run            the first step allocates the KV cache again
 
-Nobody waits for a turn: the synchronous loop's sessions have ended when the trainer is called, and the engine
-refuses to give back what a session still uses. Weights, tokens and order are those of a run that is not
+No turn needs waiting: the synchronous loop's sessions have ended when the trainer is called, and the engine
+refuses to free memory that a session still uses. Weights, tokens and order are those of a run that is not
 colocated, bit for bit.
 """
 
@@ -24,14 +24,14 @@ from etude.inference import EngineService
 from etude.protocols import Handle
 
 _MAKES_ROOM = frozenset({"step", "publish"})
-"""Calls before which the engine gives its memory back: published weights come to lie beside those that
-serve."""
+"""Calls before which the engine frees its KV cache: published weights are held in addition to those in
+service."""
 
 
 class ColocatedTrainer(Handle[TrainingPart]):
-    """A TrainingPart that has the device while it is called; the engine has it otherwise.
+    """A TrainingPart that uses the device while it is called; the engine uses it otherwise.
 
-    An error in a step leaves both as between two steps: gradients are gone, states in host memory.
+    An error in a step leaves both as between two steps: gradients freed, states in host memory.
     """
 
     def __init__(self, trainer: Handle[TrainingPart], engine: EngineService) -> None:
@@ -40,15 +40,15 @@ class ColocatedTrainer(Handle[TrainingPart]):
         self._engine = engine
 
     @staticmethod
-    async def take_turns(trainer: Handle[TrainingPart], engine: EngineService) -> ColocatedTrainer:
-        """Begins with the engine's turn. Raises SamplerError while a session is held."""
+    async def start(trainer: Handle[TrainingPart], engine: EngineService) -> ColocatedTrainer:
+        """Makes the trainer, with the engine's turn first. Raises SamplerError while a session is open."""
         await engine.release_memory()
         await trainer.call(TrainingPart.offload_states)
         return ColocatedTrainer(trainer, engine)
 
     async def send(self, method: str, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
-        """See Handle.send. The metrics of a step tell the time that the exchange took before and after it:
-        `handover_s`, without the copies of states that come back in the midst of it."""
+        """See Handle.send. A step's metrics include `handover_s`: the time that the exchange of the device
+        took before and after it, without the copies of states back to the device during the step."""
         began = time.perf_counter()
         if method in _MAKES_ROOM:
             await self._engine.release_memory()

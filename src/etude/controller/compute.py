@@ -33,8 +33,8 @@ _LARGEST_KEPT_BYTES = 1 << 25  # more is refused by some versions
 _KEPT_BYTES = 1 << 30
 
 
-def settle_compute(run: RunDirectory, config: RunConfig, observer: Observer) -> RunConfig:
-    """The configuration with device, number format and kernels settled: as configured, else as the run was
+def resolve_compute(run: RunDirectory, config: RunConfig, observer: Observer) -> RunConfig:
+    """The configuration with device, number format and kernels resolved: as configured, else as the run was
     begun with, else as they suit this machine. Stores them with the run, sets the compute threads, and has
     the process keep memory.
 
@@ -45,13 +45,13 @@ def settle_compute(run: RunDirectory, config: RunConfig, observer: Observer) -> 
     place = choose_place(device, dtype, kernels, config.numerics, observer)
     threads = set_threads(config.num_threads, place.device)
     keep_freed_memory()
-    settled = {"device": place.device, "dtype": place.dtype, "kernels": place.kernels}
-    run.update_environment({**settled, "compute_threads": threads})
-    return _settled(config, place)
+    resolved = {"device": place.device, "dtype": place.dtype, "kernels": place.kernels}
+    run.update_environment({**resolved, "compute_threads": threads})
+    return _with_place(config, place)
 
 
-def settle_evaluation(run: RunDirectory, config: RunConfig | None = None) -> RunConfig:
-    """As `settle_compute`, for judging a run's policies: stores nothing, and where the run's device or
+def resolve_evaluation(run: RunDirectory, config: RunConfig | None = None) -> RunConfig:
+    """As `resolve_compute`, for judging a run's policies: stores nothing, and where the run's device or
     kernels cannot be had, others do. `config`: in place of the run's own."""
     config = config or run.config
     wanted, dtype, kernels = _as_begun(run, config)
@@ -60,7 +60,7 @@ def settle_evaluation(run: RunDirectory, config: RunConfig | None = None) -> Run
     kernels = "eager" if kernels == "eager" and device == "cpu" else "auto"
     place = choose_place(device, dtype, kernels, config.numerics)
     set_threads(config.num_threads, place.device)
-    return _settled(config, place)
+    return _with_place(config, place)
 
 
 def _as_begun(run: RunDirectory, config: RunConfig) -> tuple[str, str, str]:
@@ -75,7 +75,7 @@ def _as_begun(run: RunDirectory, config: RunConfig) -> tuple[str, str, str]:
     return device, dtype, kernels
 
 
-def _settled(config: RunConfig, place: Place) -> RunConfig:
+def _with_place(config: RunConfig, place: Place) -> RunConfig:
     engine = config.engine.model_copy(update={"kernels": place.kernels})
     update = {"device": place.device, "dtype": place.dtype, "engine": engine}
     return config.model_copy(update=update)
@@ -207,7 +207,7 @@ def choose_kernels(
 
 
 def place_model(model: AnyModule, config: RunConfig) -> AnyModule:
-    """Brings a model to be trained to the device of a settled configuration, in its number format, and gives
+    """Brings a model to be trained to the device of a resolved configuration, in its number format, and gives
     it the device's arithmetic and, if wanted, activation checkpointing. Changes the model in place, and
     returns it."""
     if isinstance(model, LanguageModel):
@@ -252,7 +252,7 @@ def use_sampling_threads(config: RunConfig) -> None:
         torch.set_num_threads(config.engine.num_threads)
 
 
-def settle_numerics(config: RunConfig) -> RunConfig:
+def resolve_numerics(config: RunConfig) -> RunConfig:
     """The configuration with the kernels that its numerics ask for.
 
     Raises ResourceError where batch-invariant ones cannot be compiled.
@@ -267,5 +267,5 @@ def settle_numerics(config: RunConfig) -> RunConfig:
 def use_numerics(model: AnyModel, config: RunConfig) -> None:
     """Gives the trainer's model the operations that `config.numerics` names. Raises ResourceError."""
     if config.numerics == "invariant":
-        assert isinstance(model, LanguageModel), "settled: other architectures sample through vLLM"
+        assert isinstance(model, LanguageModel), "resolved: other architectures sample through vLLM"
         model.ops = InvariantOps()

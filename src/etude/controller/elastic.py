@@ -1,14 +1,14 @@
-"""Engines that a run borrows from a serving pool, and gives back.
+"""Elastic engines: replicas that a run borrows from a serving pool, and returns.
 
-    ElasticPool ──every poll_s: what is wanted──> router ──lends, recalls──> replica
-         │       <──the loans it has──────────────┘                            ^
+    ElasticPool ──every poll_s: number wanted───> router ──lends, recalls──> replica
+         │       <──the run's current loans───────┘                            ^
          └─ EngineFleet.join, leave ── BorrowedEngine ── weights, requests ────┘
 
-A borrowed replica is an engine of the fleet like any other: it is brought to the version in service before it
-gets requests, and what it was answering when it goes is answered by another. It goes when its loan is no
-longer among those that the router names; at once, when the replica itself says that it was called home; when
-it does not answer; and when the router has been silent for a lease. One that was of no use is asked for again
-after a while, and a longer while each time.
+A borrowed replica is an engine of the fleet like any other: it activates the version in service before it
+gets requests, and its pending requests move to another engine when it leaves. It leaves when the router no
+longer lists its loan; at once, when the replica itself reports that it was recalled; when it does not answer;
+and when the router has been silent for a lease's time. A replica that failed is requested again after a
+pause, which grows with every failure.
 """
 
 from __future__ import annotations
@@ -36,32 +36,33 @@ from etude.protocols import Handle
 from etude.serving.client import Client
 
 KIND = "elastic"
-"""Of the rows of metrics: one per event of a borrowed replica."""
+"""Kind of the metric rows: one per event of a borrowed replica."""
 _DAY_S = 86_400.0
 _DRAIN_S = 30.0
-"""More than a replica takes to end what it is asked."""
+"""More than a replica needs to end its requests."""
 _PAUSE = Backoff(base_s=2.0, most_s=300.0)
-"""Before a replica that was of no use is asked for again."""
+"""Before a replica that failed is requested again."""
 _UNKNOWN_TOKENS = 1e9
-"""Sent to the router where sessions run elsewhere: their requests do not pass here."""
+"""Load sent to the router where sessions run in workers: their requests do not pass through this process."""
 
 
 @dataclass(slots=True, eq=False)
-class _Held:
-    """A loan that the run has."""
+class _Loan:
+    """A loan of the run."""
 
     id: str
     replica: str
     url: str
     token: str
     over: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when it must go."""
+    """Set when the replica must leave the fleet."""
     engine: BorrowedEngine | None = None
     is_ready: bool = False
     """Whether it samples for the run."""
     is_lost: bool = False
-    """Whether it has ceased to answer."""
+    """Whether it has stopped answering."""
     life: asyncio.Task[None] | None = None
+    """Runs from joining the fleet to leaving it."""
 
 
 class ElasticPool:
@@ -80,24 +81,24 @@ class ElasticPool:
         """`day`: second of the day, UTC. Raises ConfigError where the token cannot be read."""
         self._settings: ElasticConfig = config.elastic
         self._name = f"{config.name}-{uuid.uuid4().hex[:8]}"
-        """Of this sitting: two runs of one name must not share a loan."""
+        """Unique to this sitting: two runs of one name must not share a loan."""
         self._has_workers = config.cluster.workers > 0
         self._store = store_address(config)
         self._needs = needs
         self._fleet = fleet
         self._journal = FaultJournal(metrics, observer, {}, KIND)
         self._clock, self._day = clock, day
-        self._held: dict[str, _Held] = {}
+        self._held: dict[str, _Loan] = {}
         """By replica."""
         self._over: set[str] = set()
-        """Loans that have ended here and that the router still names."""
+        """Loans that have ended here and that the router still lists."""
         self._refused: set[str] = set()
-        """Replicas that are of no use."""
+        """Replicas that do not fit the run."""
         self._pauses: dict[str, tuple[int, float]] = {}
-        """Replica that failed -> how often in a row, and until when it is left alone."""
+        """Replica that failed -> number of failures in a row, and end of its pause."""
         self._wants = not config.elastic.busy_tokens
-        self._heard_s = clock()
-        self._was_heard = True
+        self._answered_s = clock()
+        self._is_answering = True
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         secret = read_secret(config.elastic.token, "elastic.token")
@@ -110,19 +111,19 @@ class ElasticPool:
     async def __aexit__(self, *_: object) -> None:
         assert self._task is not None
         await end_tasks(self._task)
-        for one in self._held.values():
-            one.over.set()
+        for held in self._held.values():
+            held.over.set()
         try:
-            await asyncio.gather(*(one.life for one in self._held.values() if one.life is not None))
+            await asyncio.gather(*(held.life for held in self._held.values() if held.life is not None))
         finally:
-            with contextlib.suppress(EtudeError):  # else the replicas go home by themselves
+            with contextlib.suppress(EtudeError):  # else the replicas' leases expire
                 await self._http.request("DELETE", self._path)
             await self._http.close()
 
     @property
     def num_lent(self) -> int:
-        """Replicas that sample for the run now."""
-        return sum(one.is_ready for one in self._held.values())
+        """Number of replicas that sample for the run now."""
+        return sum(held.is_ready for held in self._held.values())
 
     @property
     def _path(self) -> str:
@@ -132,19 +133,19 @@ class ElasticPool:
         while True:
             self._wake.clear()
             try:
-                await self._look()
-            except Exception as error:  # a full disk, or a defect of ours: it is tried again
-                with contextlib.suppress(Exception):  # and said as soon as it can be
-                    self._note_silence(repr(error))
+                await self._adjust()
+            except Exception as error:  # a full disk, or a defect of our own: it is retried
+                with contextlib.suppress(Exception):  # and recorded as soon as possible
+                    self._record_silence(repr(error))
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._settings.poll_s):
                     await self._wake.wait()
 
-    async def _look(self) -> None:
-        """Asks the router, and begins and ends what differs."""
+    async def _adjust(self) -> None:
+        """Requests the current loans from the router; starts new ones and ends those no longer listed."""
         loans = await self._check_in()
         if loans is None:
-            if self._clock() - self._heard_s < self._settings.lease_s:
+            if self._clock() - self._answered_s < self._settings.lease_s:
                 return
             loans = {}
         for name, held in self._held.items():
@@ -153,13 +154,14 @@ class ElasticPool:
         self._over &= {loan["id"] for loan in loans.values()}
         for name, loan in loans.items():
             if name not in self._held and loan["id"] not in self._over:
-                held = self._held[name] = _Held(loan["id"], name, loan["url"], loan["token"])
-                held.life = asyncio.create_task(self._live(held))
+                held = self._held[name] = _Loan(loan["id"], name, loan["url"], loan["token"])
+                held.life = asyncio.create_task(self._use(held))
 
     # ---- the router -----------------------------------------------------------------------------
 
     async def _check_in(self) -> dict[str, dict[str, Any]] | None:
-        """The loans that the router says the run has, by replica; None where it does not say."""
+        """Reports the wanted number to the router; returns the run's loans by replica, None without an
+        answer."""
         settings = self._settings
         load_tokens = _UNKNOWN_TOKENS if self._has_workers else self._fleet.load_tokens
         self._wants = wants(settings, self._wants, load_tokens)
@@ -169,40 +171,40 @@ class ElasticPool:
             "wanted": settings.most if may else 0,
             "lease_s": settings.lease_s,
             "load_tokens": load_tokens,
-            "refused": sorted(self._refused | self._left_alone()),
+            "refused": sorted(self._refused | self._paused()),
             "over": sorted(self._over),
         }
         try:
             answer = await self._http.ask("PUT", self._path, json=body)
             loans = {loan["replica"]: loan for loan in answer["loans"]}
         except (EtudeError, KeyError, TypeError) as error:
-            self._note_silence(str(error) or repr(error))
+            self._record_silence(str(error) or repr(error))
             return None
-        if not self._was_heard:
+        if not self._is_answering:
             self._journal.record("router", "answers")
-        self._heard_s, self._was_heard = self._clock(), True
+        self._answered_s, self._is_answering = self._clock(), True
         return loans
 
-    def _left_alone(self) -> set[str]:
+    def _paused(self) -> set[str]:
         return {replica for replica, (_, until_s) in self._pauses.items() if self._clock() < until_s}
 
     def _pause(self, replica: str) -> None:
         num_failures = self._pauses.get(replica, (0, 0.0))[0] + 1
         self._pauses[replica] = (num_failures, self._clock() + _PAUSE.pause_s(num_failures))
 
-    def _note_silence(self, cause: str) -> None:
-        if self._was_heard:
+    def _record_silence(self, cause: str) -> None:
+        if self._is_answering:
             self._journal.record("router", "does not lend", cause)
-        self._was_heard = False
+        self._is_answering = False
 
     # ---- one replica ----------------------------------------------------------------------------
 
-    async def _live(self, held: _Held) -> None:
-        """Has the replica in the fleet until its loan is over."""
+    async def _use(self, held: _Loan) -> None:
+        """Keeps the replica in the fleet until its loan ends."""
         part, began = f"borrowed {held.replica}", self._clock()
 
         def lost() -> None:
-            if held.is_ready and not held.over.is_set():  # else it only begins, or ends in good order
+            if held.is_ready and not held.over.is_set():  # else it is joining, or leaving in an orderly way
                 held.is_lost = True
                 held.over.set()
 
@@ -223,8 +225,8 @@ class ElasticPool:
                 if held.is_lost:
                     self._pause(held.replica)
                 else:
-                    await self._let_drain(held, part)
-        except Exception as error:  # whatever it is: the run goes on without this one
+                    await self._drain(held, part)
+        except Exception as error:  # of any kind: the run continues without this replica
             if isinstance(error, UserError):
                 self._refused.add(held.replica)
             else:
@@ -242,24 +244,24 @@ class ElasticPool:
                 del self._held[held.replica]
                 self._wake.set()
 
-    async def _let_drain(self, held: _Held, part: str) -> None:
-        """Sends nothing new there, and takes what was sampled until now."""
+    async def _drain(self, held: _Loan, part: str) -> None:
+        """Sends the replica no new requests, and collects the tokens sampled so far."""
         held.is_ready = False
         self._fleet.engine_away(part)
         if held.engine is not None:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_DRAIN_S):
-                    await held.engine.give_back()
+                    await held.engine.return_loan()
 
 
 def store_address(config: RunConfig) -> str:
-    """Where a replica elsewhere reads the run's weights."""
+    """Address from which a replica on another machine reads the run's weights."""
     url = config.weights.read_url or config.weights.url
     return url if "://" in url else str(Path(url).resolve())
 
 
 def wants(settings: ElasticConfig, wanted: bool, load_tokens: float) -> bool:
-    """Whether the run's own engines have so much to do that others help."""
+    """Whether the run's own engines are loaded enough to borrow replicas; with hysteresis."""
     if not settings.busy_tokens:
         return True
     return load_tokens > settings.busy_tokens or (wanted and load_tokens >= settings.idle_tokens)

@@ -55,8 +55,8 @@ class SampledModel:
 
     @staticmethod
     def configured(config: RunConfig, tokenizer: Tokenizer) -> SampledModel:
-        """Of one that the section `model` of a settled configuration describes, where the checkpoint that the
-        run begins with lies, if any. Raises CheckpointError."""
+        """Of one that the section `model` of a resolved configuration describes, where the checkpoint that
+        the run begins with lies, if any. Raises CheckpointError."""
         given, vocab_size = config.initial_checkpoint, tokenizer.vocab_size
         if given is not None and (Path(given) / "config.json").is_file():
             vocab_size = read_vocab_size(Path(given))

@@ -23,7 +23,7 @@ from etude.controller.evaluation_targets import (
     open_target,
 )
 from etude.controller.families import open_family
-from etude.controller.starting import settle_servers
+from etude.controller.starting import resolve_servers
 from etude.controller.task_sets import load_task_set
 from etude.errors import ConfigError
 from etude.evaluation import (
@@ -111,7 +111,7 @@ def load_suite(suite: str, num_tasks: int, config: RunConfig, observer: Observer
 def _with_servers(target: Target, tasks: Sequence[Task]) -> Target:
     """The target with what its MCP servers offer, as far as a run does not say that."""
     config = target.config
-    agent = settle_servers(
+    agent = resolve_servers(
         config.agent, lambda: open_run_backend(config.sandbox), lambda: next(iter(tasks), None)
     )
     return replace(target, config=config.model_copy(update={"agent": agent}))

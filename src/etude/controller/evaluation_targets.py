@@ -14,7 +14,7 @@ from etude.agent.tools import registry_named
 from etude.config import RunConfig, load_config, read_toml
 from etude.controller.agent.models import BYTES_PER_TOKEN, ModelChoice, open_model_of
 from etude.controller.backends import open_run_backend
-from etude.controller.compute import settle_evaluation, use_sampling_threads
+from etude.controller.compute import resolve_evaluation, use_sampling_threads
 from etude.controller.engines import serve_model
 from etude.controller.evaluate import find_checkpoint, load_policy
 from etude.controller.parts import open_parts
@@ -170,7 +170,7 @@ def _weights(directory: Path) -> tuple[str, ...]:
 async def _open_run(target: Target) -> AsyncIterator[OpenTarget]:
     run = RunDirectory(Path(target.place))
     tokenizer, model = load_policy(run, target.options.checkpoint)
-    config = settle_evaluation(run, target.config)
+    config = resolve_evaluation(run, target.config)
     use_sampling_threads(config)
     async with open_parts(config, tokenizer, model) as parts:
         await serve_model(parts.weights, parts.service, model, config.name)

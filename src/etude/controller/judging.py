@@ -78,7 +78,8 @@ class Judging:
         stop: StopSignal,
         report: dict[str, Any],
     ) -> None:
-        """`config`: settled. `stop`: the run's clock. `report`: filled here, and written where it says so."""
+        """`config`: resolved. `stop`: the run's clock. `report`: filled here, and written where it says
+        so."""
         self._config, self._run = config, run
         self._metrics, self._observer = metrics, observer
         self._stop, self._report = stop, report

@@ -1,9 +1,9 @@
 """Parts that are plain objects in this process.
 
-A LocalHandle by itself calls its part in the caller's thread, in the caller's order: the same run gives the
-same bits. The LocalExecutor gives each part one thread in which it is made and computes, one call after
-another, while the event loop, and with it the part's asynchronous methods, goes on: a run that borrows
-replicas must get them while its trainer computes, and is put together as over Ray
+A LocalHandle by itself calls its part in the caller's thread, in the caller's order, so that a run is
+reproducible bit for bit. The LocalExecutor gives each part one thread in which it is made and computes, one
+call after another, while the event loop, and with it the part's asynchronous methods, keeps running: a run
+that borrows replicas must reach them while its trainer computes. It is arranged as over Ray
 (`remote/arrangement.py`).
 """
 
@@ -71,15 +71,15 @@ class LocalHandle(Handle[T]):
         await self._running.wait()
 
     def kill(self) -> None:
-        """See Handle.kill: what is under way is cancelled, and the part is never called again. A computation
-        in a thread cannot be ended: nobody waits for it any more, and nothing is begun after it. What a part
-        with such a thread has begun in this loop, its asynchronous `close` ends, if it has one."""
+        """See Handle.kill: calls in progress are cancelled, and the part is never called again. A computation
+        in a thread cannot be ended: it is no longer awaited, and no other starts after it. If a part with
+        such a thread has an asynchronous `close`, that ends what the part has started in this loop."""
         if self._dead:
             return
         self._end()
         close = getattr(self.part, "close", None)
         if self._compute is not None and inspect.iscoroutinefunction(close):
-            self._running.add(start_watched(close()))  # whatever state it is in
+            self._running.add(start_watched(close()))  # in whatever state the part is
 
     def _end(self) -> None:
         self._dead = True
@@ -104,19 +104,19 @@ class LocalExecutor:
         self._handles: list[LocalHandle[Any]] = []
 
     async def reserve(self, parts: Sequence[Resources]) -> None:
-        """See Executor.reserve. The parts share what the process has."""
+        """See Executor.reserve. Does nothing: the parts share the process's resources."""
 
     async def make_room(self, part: Resources) -> None:
-        """See Executor.make_room: there is room."""
+        """See Executor.make_room. Does nothing."""
 
     def give_room(self, part: str) -> None:
-        """See Executor.give_room."""
+        """See Executor.give_room. Does nothing."""
 
     async def spawn(
         self, factory: Callable[..., T], *arguments: Any, resources: Resources | None = None, **named: Any
     ) -> LocalHandle[T]:
-        """See Executor.spawn. Of `resources` only the part's name counts: it has as many compute threads as
-        the caller, unless it sets another number."""
+        """See Executor.spawn. Of `resources` only the part's name is used: the part has as many compute
+        threads as the caller, unless it sets another number."""
         name = (resources.part if resources is not None else "") or getattr(factory, "__name__", "part")
         count = (torch.get_num_threads(),)  # PyTorch keeps it for each thread
         compute = ThreadPoolExecutor(1, f"{name}-compute", torch.set_num_threads, count)

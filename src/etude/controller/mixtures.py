@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from etude.config import MixtureConfig, PretrainConfig, RunConfig, StageConfig
-from etude.controller.compute import place_model, settle_compute
+from etude.controller.compute import place_model, resolve_compute
 from etude.controller.evaluate import FINAL
 from etude.controller.models import open_model as open_initial
-from etude.controller.models import settle_model
+from etude.controller.models import resolve_model
 from etude.controller.next_token import AnyNextTokenTrainer, open_next_token_trainer
 from etude.controller.stages import Figures, StageRunner
 from etude.controller.stopping import StopSignal
@@ -106,7 +106,7 @@ def sit(
             observer.say("the run is finished already")
             return report
         with JsonlSink(run.metrics_file) as metrics, open_stop(config, run, metrics, observer) as stop:
-            config = settle_compute(run, settle(config), observer)
+            config = resolve_compute(run, resolve(config), observer)
             return train(Sitting(config, stage, run, observer, stop, metrics, report))
 
 
@@ -299,11 +299,11 @@ def check_ranks(config: RunConfig, section: MixtureConfig) -> None:
         )
 
 
-def settle(config: RunConfig) -> RunConfig:
+def resolve(config: RunConfig) -> RunConfig:
     """The configuration with the model of `initial_checkpoint`. Raises ConfigError, CheckpointError."""
     for section in (config.pretrain, config.sft):
         check_ranks(config, section)
-    return settle_model(config, samples=False)
+    return resolve_model(config, samples=False)
 
 
 def open_stop(config: RunConfig, run: RunDirectory, metrics: MetricSink, observer: Observer) -> StopSignal:

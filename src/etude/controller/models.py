@@ -21,7 +21,7 @@ from etude.model.transformers_model import TransformersModel
 from etude.tokens.tokenizer import TOKENIZER_FILE, Tokenizer
 
 
-def settle_model(config: RunConfig, *, samples: bool = True) -> RunConfig:
+def resolve_model(config: RunConfig, *, samples: bool = True) -> RunConfig:
     """The configuration with the model of `initial_checkpoint`, if there is one: the section `model` then
     says what its config.json says. For an architecture that is not ours only `max_positions` is known.
 
@@ -57,7 +57,7 @@ def settle_model(config: RunConfig, *, samples: bool = True) -> RunConfig:
 
 
 def open_model(config: RunConfig, directory: Path) -> AnyModel:
-    """The model of a directory, which a settled run trains, in the run's number format. Where several ranks
+    """The model of a directory, that a resolved run trains, in the run's number format. Where several ranks
     train one that is defined here it has no storage: each of them reads its own part. Raises
     CheckpointError."""
     dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32

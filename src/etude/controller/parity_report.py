@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 
 from etude.config import RunConfig
-from etude.controller.compute import choose_place, place_model, settle_numerics, use_numerics
+from etude.controller.compute import choose_place, place_model, resolve_numerics, use_numerics
 from etude.controller.engines import LocalService, SampledModel, make_engine, serve_model
 from etude.errors import ConfigError
 from etude.inference import EngineService
@@ -225,7 +225,7 @@ async def measure_parity(
     what cannot be had, InfrastructureError if the engine fails.
     """
     if isinstance(model, LanguageModel):
-        config = settle_numerics(config.model_copy(update={"model": model.config}))
+        config = resolve_numerics(config.model_copy(update={"model": model.config}))
     place = choose_place(config.device, config.dtype, config.engine.kernels, config.numerics)
     sizes = {
         "agent": config.agent.model_copy(update={"max_tokens": num_tokens}),

@@ -1,4 +1,4 @@
-"""The parts of a run that sample and act: made in one place, for training, evaluation and use alike."""
+"""Opens the parts of a run that sample and act: for training, evaluation and use alike."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Service = LocalService | EngineFleet
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What a loop works with."""
+    """The parts that a loop works with."""
 
     renderer: Renderer
     blobs: Blobs
@@ -56,12 +56,12 @@ async def open_parts(
     deterministic: bool = True,
     owner: str | None = None,
 ) -> AsyncIterator[Parts]:
-    """Engine, sandboxes and environment of a run; everything is stopped on the way out.
+    """Opens engine, sandboxes and environment of a run; stops them at exit.
 
-    `model`: says what will be published; nothing is in service yet. `snapshots`: where vLLM finds what is
-    published, a temporary directory unless named. `routes`: where expert routes are kept for good; in memory,
-    until they are trained on, unless named. `owner`: see open_run_backend. Raises ResourceError if sandboxes
-    cannot be made here.
+    `model`: has the shapes of the weights to come; none are in service yet. `snapshots`: directory through
+    which vLLM gets weights; None: a temporary one. `routes`: where expert routes are stored permanently;
+    None: in memory, until they are trained on. `owner`: see open_run_backend. Raises ResourceError if
+    sandboxes are not available.
     """
     renderer, blobs = open_renderer(tokenizer, config.agent), open_blobs(routes)
     limits, backend = EpisodeLimits.from_config(config), open_run_backend(config.sandbox, owner)
@@ -81,12 +81,12 @@ async def open_service(
     *,
     deterministic: bool = True,
 ) -> AsyncIterator[tuple[WeightPublisher, LocalService]]:
-    """Engine of a run, and what publishes to it; stopped on the way out. Arguments: see `open_parts`."""
-    if isinstance(model, LanguageModel):  # a run that began with a checkpoint need not describe it
+    """Opens a run's engine and its publisher; stops them at exit. Arguments: see `open_parts`."""
+    if isinstance(model, LanguageModel):  # the configuration need not describe an initial checkpoint
         config = config.model_copy(update={"model": model.config})
-    is_foreign = bool(config.agent.harness.command)  # nobody can say when it asks again
+    is_foreign = bool(config.agent.harness.command)  # which sends requests at any time
     delay = config.engine.tool_delay_steps if deterministic and not is_foreign else None
-    has_clusters = snapshots is not None and config.clusters.listen  # it is a run, and others sample for it
+    has_clusters = snapshots is not None and config.clusters.listen  # a run, with other samplers
     with contextlib.ExitStack() as stack:
         fetch: WeightFetcher | None = None
         if config.engine.backend == "vllm" and not has_clusters:

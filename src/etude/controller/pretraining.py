@@ -17,7 +17,7 @@ from etude.controller.mixtures import (
     Heldout,
     Learner,
     Sitting,
-    settle,
+    resolve,
     sit,
     window_of,
 )
@@ -31,7 +31,7 @@ from etude.training.pretraining.sources import CorpusSource
 def check_pretraining(config: RunConfig) -> None:
     """Refuses, before a run directory is made, what would end the run at once. Raises ConfigError for
     sources that are not there and models that do not fit."""
-    find_sources(settle(config).pretrain.sources)
+    find_sources(resolve(config).pretrain.sources)
 
 
 def pretrain(config: RunConfig, run: RunDirectory, observer: Observer, resume: bool) -> dict[str, Any]:

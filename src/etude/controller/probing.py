@@ -84,7 +84,7 @@ def probe_speeds(
     family: TaskFamily,
     clock: Clock = time.perf_counter,
 ) -> Speeds:
-    """Measures, in about ten seconds. `config`: settled. `model`: the probe's own, which it changes.
+    """Measures, in about ten seconds. `config`: resolved. `model`: the probe's own, which it changes.
     `documents`: of mid-training; none where the run begins with a checkpoint."""
     threads = torch.get_num_threads()
     with torch.random.fork_rng(devices=[]):

@@ -1,10 +1,10 @@
 """The Ray executor: every part is an actor, a process of its own, here or on another machine of a cluster.
 
-Ray restarts nothing by itself: what a new process must be brought to first is known only to the supervisor
-(see `supervision`). An actor runs asynchronous methods of its part in its event loop, so that it answers
-while others wait, and the rest one after another in a single thread, which computes.
+Ray's own restarts are off: only the supervisor knows how to restore the state of a new process (see
+`supervision`). An actor runs asynchronous methods of its part in its event loop, so that it answers while
+others wait, and all other methods one after another in a single compute thread.
 
-Import it through `open_executor`, which settles first what Ray reads when it is imported.
+Import it through `open_executor`, which first sets the environment that Ray reads when it is imported.
 """
 
 from __future__ import annotations
@@ -38,23 +38,23 @@ from etude.protocols import Handle, Resources
 T = TypeVar("T")
 
 DOMAIN_LABEL = "etude-domain"
-"""Label of machines (`ray start --labels etude-domain=a`) that `failure_domain` asks for."""
+"""Label of machines (`ray start --labels etude-domain=a`) that `failure_domain` selects."""
 _NODE_LABEL = "ray.io/node-id"
 _TITLE = "etude-"
-"""What the titles of parts' processes begin with, after Ray's own `ray::`."""
+"""Prefix of the titles of parts' processes, after Ray's own `ray::`."""
 _MANY = 10_000
-"""Calls that may be under way at once: an engine has one for every client, and few others."""
+"""Limit of concurrent calls: an engine has one for every client, and few others."""
 _LONGEST_WORDS = 500
-"""Characters of what Ray says of an error."""
+"""Limit of an error's description, in characters."""
 _SCRATCH = "ray-etude-"
-"""What the names of Ray's directories begin with."""
+"""Prefix of the names of Ray's directories."""
 _GRACE_S = 10.0
 """How long a part may take to close what it has opened."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Outcome:
-    """What a method returned or raised."""
+    """A method's return value or error."""
 
     value: Any = None
     error: Exception | None = None
@@ -78,7 +78,7 @@ class _PartActor:
     async def make(
         self, factory: Callable[..., Any], arguments: tuple[Any, ...], named: dict[str, Any]
     ) -> Any:
-        """Makes the part; returns where it is: machine, process."""
+        """Makes the part; returns its machine and process id."""
 
         def work() -> None:
             self._part = factory(*arguments, **named)
@@ -112,7 +112,7 @@ class _PartActor:
             trace = traceback.format_exc()
             try:
                 pickle.loads(pickle.dumps(error))
-            except Exception:  # an error that cannot travel: its words can
+            except Exception:  # an error that cannot be pickled: its description can
                 error = RuntimeError(repr(error))
             return _Outcome(error=error, trace=trace)
 
@@ -121,7 +121,7 @@ class RayHandle(Handle[T]):
     """A Handle of a part in an actor. May be sent to other actors, which then call the part too."""
 
     def __init__(self, actor: Any, name: str, node: str, pid: int) -> None:
-        """`node`: the machine, empty for the driver's. `pid`: of its process there."""
+        """`node`: the machine, empty for the driver's. `pid`: of the actor's process there."""
         self.node = node
         self.pid = pid
         self.name = name
@@ -132,7 +132,7 @@ class RayHandle(Handle[T]):
         try:
             outcome = await self._actor.call.remote(method, arguments, named)
         except RayError as error:
-            raise PartLostError(words_of(error), field=self.name) from error
+            raise PartLostError(describe_ray_error(error), field=self.name) from error
         return outcome.result()
 
     async def stop(self) -> None:
@@ -151,23 +151,23 @@ class RayHandle(Handle[T]):
         self._ended = True
         ray.kill(self._actor, no_restart=True)
         if not self.node and _title(self.pid).startswith(f"ray::{_TITLE}"):
-            # Ray asks the process to end, which one that hangs or is stopped does not hear.
+            # Ray asks the process to end, to which a process that hangs or is stopped does not react.
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
 
 
 class RayExecutor:
-    """Starts parts as Ray actors. Use as a context manager: Ray is connected to, or started, within."""
+    """Starts parts as Ray actors. A context manager: connects to Ray, or starts it, on entry."""
 
     def __init__(self, settings: ClusterConfig, num_cpus: int | None = None) -> None:
-        """`num_cpus`: cores that a Ray started here says it has; None: those of this machine."""
+        """`num_cpus`: number of cores given to a Ray started here; None: those of this machine."""
         self._settings = settings
         self._num_cpus = num_cpus
         self._handles: list[RayHandle[Any]] = []
         self._bundles: dict[str, int] = {}
         self._group: PlacementGroup | None = None
         self._rooms: dict[str, PlacementGroup] = {}
-        """Of parts that were thought of later."""
+        """Placement groups of parts that `make_room` added, by name."""
         self._scratch = contextlib.ExitStack()
 
     def __enter__(self) -> RayExecutor:
@@ -179,7 +179,7 @@ class RayExecutor:
                 ray.init(address=settings.address, **quiet)
                 return self
             root = Path(tempfile.gettempdir())
-            sweep(root, _SCRATCH)  # what killed runs have left
+            sweep(root, _SCRATCH)  # leftovers of killed runs
             directory = self._scratch.enter_context(ScratchDirectory(root, _SCRATCH))
             try:
                 ray.init(
@@ -189,7 +189,7 @@ class RayExecutor:
                     _temp_dir=str(directory),
                     **quiet,
                 )
-            except BaseException:  # nobody leaves what was not entered
+            except BaseException:  # __exit__ is not called where __enter__ raises
                 self.__exit__()
                 raise
         return self
@@ -208,9 +208,9 @@ class RayExecutor:
         return frozenset(node["NodeID"] for node in ray.nodes() if node["Alive"])
 
     async def reserve(self, parts: Sequence[Resources]) -> None:
-        """Reserves room for all parts at once, so that none of them waits for another's.
+        """Reserves the resources of all parts at once, so that none of them waits for another's.
 
-        Raises ResourceError where the machines do not have it.
+        Raises ResourceError where the machines do not have them.
         """
         check_room(parts, ray.cluster_resources())
         self._bundles = {one.part: number for number, one in enumerate(parts)}
@@ -231,19 +231,19 @@ class RayExecutor:
             ) from None
 
     async def make_room(self, part: Resources) -> None:
-        """Reserves room for one more part, and waits for it, be it for a machine that joins; returns at once
-        where `reserve` has. Raises PartLostError where Ray fails."""
+        """Reserves the resources of one more part, and waits for them, possibly until a machine joins;
+        returns at once where `reserve` has. Raises PartLostError where Ray fails."""
         if part.part in self._bundles:
             return
         if part.part not in self._rooms:
             self._rooms[part.part] = placement_group([bundle_of(part)], bundle_label_selector=[_labels(part)])
         try:
-            await self._rooms[part.part].ready()  # again after its machine was lost
+            await self._rooms[part.part].ready()  # waits again after its machine was lost
         except RayError as error:
-            raise PartLostError(f"has no room: {words_of(error)}", field=part.part) from error
+            raise PartLostError(f"has no room: {describe_ray_error(error)}", field=part.part) from error
 
     def give_room(self, part: str) -> None:
-        """Gives back what `make_room` reserved or waits for; does nothing for other parts."""
+        """Releases what `make_room` reserved or waits for; does nothing for other parts."""
         group = self._rooms.pop(part, None)
         if group is not None:
             _remove(group)
@@ -251,7 +251,7 @@ class RayExecutor:
     async def spawn(
         self, factory: Callable[..., T], *arguments: Any, resources: Resources | None = None, **named: Any
     ) -> RayHandle[T]:
-        """See Executor.spawn. `factory` is importable where the actor is.
+        """See Executor.spawn. `factory` must be importable in the actor's process.
 
         Raises PartLostError if the process does not come up, and what the factory raises.
         """
@@ -274,7 +274,7 @@ class RayExecutor:
                     fix=f"Ray has {_available()} free; cluster.start_timeout_s allows longer",
                 ) from None
             if isinstance(error, RayError):
-                raise PartLostError(f"did not start: {words_of(error)}", field=name) from error
+                raise PartLostError(f"did not start: {describe_ray_error(error)}", field=name) from error
             raise
         here = ray.get_runtime_context().get_node_id()
         handle = RayHandle[T](actor, name, "" if node == here else node, pid)
@@ -300,7 +300,7 @@ class RayExecutor:
         bundle = self._bundles.get(wanted.part)
         avoid = wanted.avoid & self.nodes
         if avoid and avoid != self.nodes:
-            # Its reservation may be on such a machine: it looks for room elsewhere.
+            # Its reservation may be on such a machine: it must run on another one.
             nodes = ",".join(sorted(avoid))
             return options | {"label_selector": {**_labels(wanted), _NODE_LABEL: f"!in({nodes})"}}
         if room is not None:
@@ -316,7 +316,7 @@ def _labels(wanted: Resources) -> dict[str, str]:
 
 
 def _remove(group: PlacementGroup) -> None:
-    with contextlib.suppress(RayError):  # Ray is gone: so is what it had reserved
+    with contextlib.suppress(RayError):  # Ray has ended, and its reservations with it
         remove_placement_group(group)
 
 
@@ -325,16 +325,16 @@ def _available() -> str:
 
 
 def _title(pid: int) -> str:
-    """Of a process of this machine; empty once it has ended."""
+    """Title of a process of this machine; empty once it has ended."""
     try:
         return (Path("/proc") / str(pid) / "cmdline").read_text(errors="replace")
     except OSError:
         return ""
 
 
-def words_of(error: RayError) -> str:
-    """What went wrong, in a line: of an error in a process its cause, of a process that died what Ray knows,
-    without the names and numbers that Ray puts between."""
+def describe_ray_error(error: RayError) -> str:
+    """Describes an error in one line: the cause of an error in a process, or what Ray knows of a process that
+    died, without the names and numbers that Ray adds."""
     cause: BaseException = error
     while isinstance(cause, RayTaskError) and isinstance(cause.cause, BaseException):
         cause = cause.cause
@@ -346,10 +346,10 @@ def words_of(error: RayError) -> str:
 
 @contextlib.contextmanager
 def _signals_kept() -> Iterator[None]:
-    """Ray takes SIGTERM over; the run's own way of stopping is put back."""
+    """Restores the run's own SIGTERM handler, which Ray replaces."""
     before = signal.getsignal(signal.SIGTERM)
     try:
         yield
     finally:
-        with contextlib.suppress(ValueError):  # not the main thread: Ray has not taken it either
+        with contextlib.suppress(ValueError):  # not the main thread: Ray has not replaced it either
             signal.signal(signal.SIGTERM, before)

@@ -1,4 +1,4 @@
-"""Whether a run over Ray can begin: the address answers, and the parts fit. Without Ray itself."""
+"""Checks before a run over Ray: the address answers, and the parts fit. Does not import Ray."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def check_room(parts: Sequence[Resources], has: Mapping[str, float]) -> None:
     """Raises ResourceError where `has` (cores as CPU, GPUs as GPU, bytes as memory) is less than the parts
     need together."""
     needs = {"CPU": 0.0, "GPU": 0.0, "memory": 0.0}
-    for one in parts:
-        needs["CPU"] += one.num_cpus
-        needs["GPU"] += one.num_gpus
-        needs["memory"] += one.memory_bytes
+    for part in parts:
+        needs["CPU"] += part.num_cpus
+        needs["GPU"] += part.num_gpus
+        needs["memory"] += part.memory_bytes
     short = [name for name, number in needs.items() if number > has.get(name, 0.0) + 1e-9]
     if short:
         raise ResourceError(
@@ -70,12 +70,12 @@ def check_address(settings: ClusterConfig) -> None:
 
 
 def bundle_of(wanted: Resources) -> dict[str, float]:
-    """What Ray is to reserve for a part."""
+    """The bundle that Ray reserves for a part."""
     named = {"CPU": wanted.num_cpus, "GPU": wanted.num_gpus, "memory": float(wanted.memory_bytes)}
-    # A bundle of nothing is refused, and holds no actor: the smallest share of a core stands for it.
+    # Ray refuses an empty bundle, so a part without needs reserves the smallest share of a core.
     return {name: number for name, number in named.items() if number} or {"CPU": 0.001}
 
 
 def describe_parts(parts: Sequence[Resources]) -> str:
-    """Parts and what they take, in words."""
-    return ", ".join(f"{one.part or 'a part'} {json.dumps(bundle_of(one))}" for one in parts)
+    """Names and resources of parts, for messages."""
+    return ", ".join(f"{part.part or 'a part'} {json.dumps(bundle_of(part))}" for part in parts)

@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 
 from etude.agent import agent_format
 from etude.config import RunConfig
-from etude.controller.compute import place_model, settle_compute, settle_numerics, use_numerics
+from etude.controller.compute import place_model, resolve_compute, resolve_numerics, use_numerics
 from etude.controller.evaluate import FINAL, MIDTRAINED
-from etude.controller.models import open_model, settle_model
+from etude.controller.models import open_model, resolve_model
 from etude.controller.stopping import StopSignal
 from etude.controller.train import ADAPTER, LATEST, OFFENDING, ROUTES, InterruptedRunError
 from etude.controller.training_part import TrainingPart, TrainingPaths
@@ -62,7 +62,7 @@ class RecordedSource:
         return self._blobs.get(ref)
 
 
-def settle_recorded(config: RunConfig) -> RunConfig:
+def resolve_recorded(config: RunConfig) -> RunConfig:
     """The configuration with the checkpoint from which a run on recorded trajectories begins.
 
     Unless `initial_checkpoint` names one, it is the model with which the recorded run's RL began. Raises
@@ -110,8 +110,8 @@ class _RecordedRun:
         parts: contextlib.ExitStack,
     ) -> None:
         """`parts`: takes what is opened, and is closed by the caller."""
-        config = settle_numerics(settle_model(settle_recorded(config)))
-        self._config, self._run, self._observer = settle_compute(run, config, observer), run, observer
+        config = resolve_numerics(resolve_model(resolve_recorded(config)))
+        self._config, self._run, self._observer = resolve_compute(run, config, observer), run, observer
         self._stop, self._metrics = stop, metrics
         source = RecordedSource(Path(config.rl.stream.source))
         directory = Path(self._config.initial_checkpoint or "")

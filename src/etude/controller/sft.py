@@ -12,7 +12,7 @@ from etude.controller.mixtures import (
     Heldout,
     Learner,
     Sitting,
-    settle,
+    resolve,
     sit,
     window_of,
 )
@@ -27,7 +27,7 @@ from etude.training.pretraining.sources import SessionSource
 
 def check_sft(config: RunConfig) -> None:
     """Refuses, before a run directory is made, what would end the run at once. Raises ConfigError."""
-    settle(config)
+    resolve(config)
     for missing, field, fix in (
         (config.initial_checkpoint is None, "initial_checkpoint", "--from DIRECTORY: the model to fine-tune"),
         (not config.sft.sources, "sft.sources", "--data NAME=PATH, or [sft.sources.NAME]"),

@@ -1,6 +1,6 @@
-"""The loop of every stage of next-token training: steps, metrics, checkpoints, until it is over.
+"""The loop of every stage of next-token training: steps, metrics, checkpoints.
 
-Mid-training is the stage of a run that leads from nothing to a model that plays sessions.
+Mid-training is the stage of a run that makes a model that plays sessions from random weights.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ Figures = Mapping[str, float]
 
 @dataclass(frozen=True, slots=True)
 class StageRunner:
-    """Runs one stage of a run. What it saves is enough to go on bit for bit, in as many processes and
-    threads and with the same micro-batches."""
+    """Runs one stage of a run. Its checkpoints resume bit for bit, with the same number of processes and
+    threads and the same micro-batches."""
 
     stage: str
-    """Of the rows of metrics, and of the checkpoint."""
+    """Name of the stage in metric rows and the checkpoint."""
     title: str
-    """For people."""
+    """Name of the stage in messages."""
     checkpoint: CheckpointConfig
     latest: Path
-    """The resumable checkpoint: read if it is there, written every few seconds and at a stop."""
+    """The resumable checkpoint: read if it exists, written every few seconds and at a stop."""
     stop: StopSignal
     metrics: MetricSink
     observer: Observer
     shown: Callable[[Figures], Figures]
-    """Which of a step's figures are reported."""
+    """Selects the reported figures of a step."""
     threads: ThreadChoice
 
     def restore(self, trainer: AnyNextTokenTrainer) -> bool:
-        """Takes up the stage's checkpoint, if there is one; returns whether there was. Raises
+        """Restores the stage's checkpoint, if there is one; returns whether there was. Raises
         CheckpointError."""
         newest = find_resumable(self.latest, self.metrics, self.observer)
         if newest is None or (read_state(newest) or {}).get("stage") != self.stage:
@@ -53,8 +53,8 @@ class StageRunner:
         return True
 
     def run(self, trainer: AnyNextTokenTrainer, num_steps: int, after_step: Callable[[int], None]) -> bool:
-        """Takes steps until `num_steps`; returns whether the stage is over: complete or exhausted. One that
-        was cut is saved. `after_step` is called with each step, before it is saved."""
+        """Takes steps until `num_steps`; returns whether the stage is complete or exhausted. An interrupted
+        stage is saved. `after_step` is called with each step, before it is saved."""
         self.observer.stage_begins(self.title, num_steps)
         with CheckpointKeeper(self.latest, self.checkpoint, self.metrics, self.observer) as keeper:
             self._take_steps(trainer, keeper, after_step)
@@ -73,7 +73,7 @@ class StageRunner:
             step = trainer.num_steps_taken
             wall = {"tokens_per_s": values["tokens"] / values["step_s"], "wall_s": self.stop.elapsed_s}
             shown = {**self.shown(values), **wall}
-            self.observer.stage_advances(step, shown)  # of a large model, steps take long
+            self.observer.stage_advances(step, shown)  # at every step: a large model's take long
             if step % REPORT_EVERY == 0 or trainer.finished:
                 self.metrics.write(self.stage, step, shown)
             after_step(step)
@@ -87,7 +87,7 @@ class StageRunner:
 
 STAGE = "midtrain"
 MIDTRAINING = "mid-training"
-"""The stage, for people."""
+"""Name of the stage in messages."""
 _CURVE_SHARES = (0.25, 0.5, 0.75)
 
 
@@ -101,10 +101,10 @@ def run_midtraining(
     observer: Observer,
     save_curve: Callable[[str], None],
 ) -> bool:
-    """Trains `model` in place; returns whether the stage is complete, and not cut.
+    """Trains `model` in place; returns whether the stage is complete rather than interrupted.
 
-    `latest` is the resumable checkpoint: see StageRunner. `save_curve` keeps a named snapshot for the
-    learning curve.
+    `latest`: the resumable checkpoint, see StageRunner. `save_curve`: saves a named snapshot for the learning
+    curve.
     """
     batches = ShuffledDocuments(documents, config.midtrain.tokens_per_step, config.seed)
     trainer = NextTokenTrainer(model, batches, config.midtrain)

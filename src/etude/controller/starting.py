@@ -11,11 +11,11 @@ from etude.controller.agent.models import describe_unknown
 from etude.controller.arrangement import check_executor
 from etude.controller.backends import check_run_backend, open_run_backend
 from etude.controller.clusters.runner import check_clusters
-from etude.controller.compute import choose_device, choose_place, choose_weight_dtype, settle_numerics
+from etude.controller.compute import choose_device, choose_place, choose_weight_dtype, resolve_numerics
 from etude.controller.engines import check_engine
 from etude.controller.families import open_family
 from etude.controller.harness import check_harness
-from etude.controller.models import check_format, settle_model
+from etude.controller.models import check_format, resolve_model
 from etude.controller.planning import check_machine
 from etude.environment.origins import Origin, task_origin
 from etude.environment.rewards import check_reward
@@ -41,7 +41,7 @@ def check_start(config: RunConfig, observer: Observer | None = None) -> None:
     or that may not be written; ResourceError for a device, for kernels or for sandboxes that cannot be had,
     or parts that do not fit this machine.
     """
-    config = settle_numerics(settle_model(config))
+    config = resolve_numerics(resolve_model(config))
     check_format(config)
     check_division(config.model, config.parallel)
     if not config.rl.stream.source:  # what was recorded was graded then
@@ -69,7 +69,7 @@ def check_start(config: RunConfig, observer: Observer | None = None) -> None:
             check_machine(config, place)
 
 
-def settle_run_servers(config: RunConfig) -> RunConfig:
+def resolve_run_servers(config: RunConfig) -> RunConfig:
     """The configuration with what its MCP servers offer, each of which is started once: those of sandboxes
     among the files of the run's first task.
 
@@ -78,17 +78,17 @@ def settle_run_servers(config: RunConfig) -> RunConfig:
     """
     if not config.agent.mcp:
         return config
-    agent = settle_servers(
+    agent = resolve_servers(
         config.agent, lambda: open_run_backend(config.sandbox), lambda: open_family(config).source()(0)
     )
     return config.model_copy(update={"agent": agent})
 
 
-def settle_servers(
+def resolve_servers(
     agent: AgentConfig, open_backend: Callable[[], SandboxBackend], find_task: Callable[[], Task | None]
 ) -> AgentConfig:
     """The section `agent` with what its MCP servers offer. `find_task`: in whose sandbox they are started.
-    Raises as `settle_run_servers`."""
+    Raises as `resolve_run_servers`."""
     unknown = [one for one in agent.mcp.values() if not one.described]
     if not unknown:
         return agent

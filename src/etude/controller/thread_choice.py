@@ -38,7 +38,7 @@ class ThreadChoice:
         say: Callable[[str], None] = lambda _: None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`config`: settled. `model`: what is trained. At most as many threads as are set now; there is no
+        """`config`: resolved. `model`: what is trained. At most as many threads as are set now; there is no
         choice with a configured number, on one core, and where threads do not share micro-batches: with
         several ranks, on a GPU, of transformers' models. `title`: of the stage, for people."""
         limit = torch.get_num_threads()

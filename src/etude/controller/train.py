@@ -22,7 +22,7 @@ from etude.controller.arrangement import (
     open_local,
 )
 from etude.controller.clusters.runner import Players, open_clusters
-from etude.controller.compute import place_model, settle_compute, settle_numerics, use_sampling_threads
+from etude.controller.compute import place_model, resolve_compute, resolve_numerics, use_sampling_threads
 from etude.controller.evaluate import CURVE, FINAL, MIDTRAINED
 from etude.controller.families import open_family
 from etude.controller.forecast import (
@@ -34,7 +34,7 @@ from etude.controller.forecast import (
     with_validation,
 )
 from etude.controller.judging import Judging, add_stage_time
-from etude.controller.models import open_model, settle_model
+from etude.controller.models import open_model, resolve_model
 from etude.controller.parity import ParityGate
 from etude.controller.parts import Parts
 from etude.controller.probing import Probe, can_probe, probe_speeds
@@ -78,22 +78,21 @@ SNAPSHOTS = "snapshots"
 OFFENDING = "offending"
 ROUTES = "routes"
 LEARNING = "reinforcement learning"
-"""The stage, for people."""
+"""Name of the stage in messages."""
 
 
 class InterruptedRunError(KeyboardInterrupt):
-    """Somebody stopped the run; its state is saved and `--resume` goes on."""
+    """The run was interrupted; its state is saved, and `--resume` continues it."""
 
 
 def train(
     config: RunConfig, run: RunDirectory, observer: Observer, resume: bool, probe: Probe = probe_speeds
 ) -> dict[str, Any]:
-    """Trains as `config` says and returns the report, which `report.json` holds as well. `probe`: measures
-    the machine for the forecast.
+    """Trains as `config` says and returns the report, which is also in `report.json`. `probe`: measures the
+    machine for the forecast.
 
-    With `resume` goes on where an earlier sitting of the same run ended, however it ended; a run that has
-    nothing left to do gives its report again. Raises InterruptedRunError after Ctrl-C or SIGTERM, with the
-    state saved.
+    With `resume` continues where an earlier sitting of the same run ended, however it ended; a finished run
+    only returns its report. Raises InterruptedRunError after Ctrl-C or SIGTERM, with the state saved.
     """
     with run.lock():
         report = (run.read_json(run.report_file) or {}) if resume else {}
@@ -123,7 +122,7 @@ def _has_checkpoints(run: RunDirectory) -> bool:
 
 
 class _Run:
-    """One sitting of a run."""
+    """One sitting of a run: one process from start or resumption to its end."""
 
     def __init__(
         self,
@@ -137,20 +136,20 @@ class _Run:
         state: dict[str, Any],
         probe: Probe,
     ) -> None:
-        """`newest`: the checkpoint to go on from, with its state."""
+        """`newest`: the checkpoint to resume from, with its `state`."""
         self.config, self.run, self.observer = config, run, observer
         self.stop, self.metrics, self.report = stop, metrics, report
         self.newest, self.state, self.probe = newest, state, probe
         self.log = TrajectoryLog(run.trajectories)
         self.executor: Executor | None = None
-        """Starts the parts of a run that has them apart."""
+        """Starts the parts of a run that are in processes or threads of their own."""
         self.family = open_family(config, observer)
 
     def go(self) -> dict[str, Any]:
         for words in self.family.notes:
             self.observer.say(words)
-        self.config = settle_numerics(settle_model(self.config))
-        self.config = settle_compute(self.run, self.config, self.observer)
+        self.config = resolve_numerics(resolve_model(self.config))
+        self.config = resolve_compute(self.run, self.config, self.observer)
         self.run.update_environment({"reproducible": is_reproducible(self.config)})
         with contextlib.ExitStack() as stack:
             if self.config.is_apart:
@@ -164,7 +163,7 @@ class _Run:
     # ---- stages ---------------------------------------------------------------------------------
 
     def _midtrained(self) -> tuple[Tokenizer, AnyModel]:
-        """Tokenizer and mid-trained model: given, finished in an earlier sitting, or trained now."""
+        """Tokenizer and mid-trained model: configured, finished in an earlier sitting, or trained now."""
         if self.config.initial_checkpoint is not None:
             directory = Path(self.config.initial_checkpoint)
             tokenizer = agent_format(Tokenizer.load(directory), self.config.agent).tokenizer
@@ -212,12 +211,12 @@ class _Run:
     def _forecast(
         self, make_model: Callable[[], AnyModel], tokenizer: Tokenizer, documents: Sequence[Document]
     ) -> None:
-        """Says what the run will take, and turns `max_wall_s` into steps: once, before anything is trained or
-        kept. Raises ConfigError where the time is too short."""
+        """Reports a forecast of the run's time, and converts `max_wall_s` to steps: once, before anything is
+        trained or saved. Raises ConfigError where the time is too short."""
         if not can_probe(self.config) or "forecast_s" in self.report or _has_checkpoints(self.run):
             return
         asked, model = self.config, place_model(make_model(), self.config)
-        assert isinstance(model, LanguageModel), "settled: other architectures sample through vLLM"
+        assert isinstance(model, LanguageModel), "resolved: other architectures sample through vLLM"
         speeds = self.probe(asked, model, tokenizer, documents, self.family)
         if "validation" in self.family.splits:
             speeds = with_validation(speeds, asked)
@@ -240,7 +239,7 @@ class _Run:
         self._expect_stages()
 
     def _expect_stages(self) -> None:
-        """Lets the progress line know of the stages to come."""
+        """Tells the progress line the expected time of each stage, from the forecast."""
         stored = self.run.environment.get("forecast")
         if stored is None:
             return
@@ -253,7 +252,7 @@ class _Run:
 
     @functools.cached_property
     def _heldout(self) -> list[Task]:
-        """What the run is judged on."""
+        """The tasks that the run is evaluated on."""
         return self.family.evaluation_tasks("heldout", self.config.evaluation.num_tasks)
 
     @property
@@ -298,7 +297,7 @@ class _Run:
         self, tokenizer: Tokenizer, model: AnyModel, num_threads: int
     ) -> AbstractAsyncContextManager[Arrangement]:
         initial = self.config.initial_checkpoint
-        # What a killed run had collected ahead is trained on when it is resumed: its routes must be there.
+        # Groups that a killed run had collected ahead are trained on after it resumes: with their routes.
         keeps_routes = self.config.rl.keep_routes or self.config.rl.max_staleness > 0
         place = Place(
             self.run.path,
@@ -350,7 +349,7 @@ class _Run:
             config.rl.kv_on_update,
             lambda: part_seconds(parts),
             overlap=overlaps_publication(config),
-            validation=self._validation(parts),
+            validation=self._make_validation(parts),
         )
         loop.first_step = (await trainer.call(TrainingPart.current_version)).step
         loop.parity.update(self.report.get("parity", {}))
@@ -374,8 +373,8 @@ class _Run:
         if self.stop.interrupted and is_short:
             raise InterruptedRunError(f"resume with: etude train --resume --name {self.run.name}")
 
-    def _validation(self, parts: Parts) -> Validation | None:
-        """What decides on the weight of the price, if anything does: see PriceConfig."""
+    def _make_validation(self, parts: Parts) -> Validation | None:
+        """The validation that determines the weight of the price, if it is configured: see PriceConfig."""
         config, price = self.config, self.config.rl.reward.price
         if not config.rl.validation_sessions or "validation" not in self.family.splits:
             return None
@@ -389,7 +388,7 @@ class _Run:
         return Validation(play, config.rl.reward)
 
     def _make_gate(self, trainer: Handle[TrainingPart], parts: Parts, next_task: int) -> ParityGate:
-        """A gate that begins with the prompts of the tasks that come next."""
+        """A parity gate that starts with the prompts of the next tasks."""
         source, last_task = self.family.source(), next_task + self.config.parity.num_sequences
         if isinstance(source, EpochSource) and source.end is not None:
             last_task = min(last_task, source.end)
@@ -400,16 +399,16 @@ class _Run:
         self.report["parity_gate"] = gate.worst
         return gate
 
-    # ---- what stays -----------------------------------------------------------------------------
+    # ---- snapshots ------------------------------------------------------------------------------
 
     def save_curve(self, name: str, model: AnyModel) -> None:
-        """A snapshot for the learning curve, with the wall time at which it was taken."""
-        with self.noting_curve(name):
+        """Saves a snapshot for the learning curve, and records its wall time."""
+        with self.recording_curve(name):
             self._save_model(self.run.checkpoints / CURVE / name, model)
 
     @contextlib.contextmanager
-    def noting_curve(self, name: str) -> Iterator[None]:
-        """A full disk costs the snapshot, as it costs a checkpoint, and not the run."""
+    def recording_curve(self, name: str) -> Iterator[None]:
+        """Records the snapshot saved within. A full disk costs this snapshot only, and not the run."""
         try:
             yield
         except ResourceError as error:
@@ -423,8 +422,8 @@ class _Run:
 
 
 class _Saver:
-    """Saves after RL steps: the resumable checkpoint by time, curve snapshots by step. Has what is in service
-    judged before that, where an evaluation goes on beside them."""
+    """Saves after RL steps: the resumable checkpoint by time, curve snapshots by step. Before that it starts
+    the evaluation during training, if one is configured and due."""
 
     def __init__(
         self,
@@ -445,20 +444,20 @@ class _Saver:
         if every and step % every == 0:
             await self._loop.complete_publication()
             name = f"rl-{step:05d}"
-            with run.noting_curve(name):
+            with run.recording_curve(name):
                 await self._trainer.call(TrainingPart.save_model, run.run.checkpoints / CURVE / name)
         if await self._trainer.call(TrainingPart.is_due):
             await self._save()
 
     async def finish(self) -> None:
-        """After the last step: returns once all is judged and on disk."""
+        """After the last step: waits until evaluations have ended and everything is on disk."""
         if self._beside is not None and not self._run.stop.interrupted:
             await self._beside.wait()
         await self._save()
         await self._trainer.call(TrainingPart.flush)
 
     async def _save(self) -> None:
-        """The resumable checkpoint of the RL stage, of what has passed the parity gate."""
+        """Saves the resumable checkpoint of the RL stage, once its weights have passed the parity gate."""
         await self._loop.complete_publication()
         run = self._run
         extra = {

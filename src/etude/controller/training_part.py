@@ -1,4 +1,4 @@
-"""The part of a run that trains and saves what it has trained, wherever it is."""
+"""The part of a run that trains and writes checkpoints, in whichever process."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from etude.weights import WeightPublisher
 
 @dataclass(frozen=True, slots=True)
 class TrainingPaths:
-    """Where a run keeps what its trainer writes."""
+    """Where a run's trainer writes."""
 
     latest: Path
     """The newest resumable checkpoint."""
@@ -41,7 +41,7 @@ class TrainingPaths:
 
 
 class TrainingPart:
-    """A Trainer with its checkpoints. A context manager: leaving it lets other ranks go, and waits for the
+    """A Trainer with its checkpoints. A context manager: at exit it ends the other ranks, and waits for the
     checkpoint that is being written."""
 
     def __init__(
@@ -55,7 +55,7 @@ class TrainingPart:
         observer: Observer,
         fetch_routes: RouteFetcher | None = None,
     ) -> None:
-        """`fetch_routes`: finds expert routes; without it they come with each step."""
+        """`fetch_routes`: finds expert routes; None: they are passed with each step."""
         self._config = config
         self._paths = paths
         self._tokenizer = tokenizer
@@ -87,7 +87,7 @@ class TrainingPart:
 
     @functools.cached_property
     def _threads(self) -> ThreadChoice:
-        """Made at the first step, which has the threads that are set for this part."""
+        """Made at the first step, when the compute threads of this part are set."""
         model = self._trainer.model
         return ThreadChoice(self._config, model, "reinforcement learning", self._observer.say)
 
@@ -96,7 +96,7 @@ class TrainingPart:
         return self._trainer.version
 
     def step(self, groups: Sequence[Group], routes: Routes | None = None) -> Mapping[str, float]:
-        """See Trainer.step. `routes`: of the groups, where they come from another process."""
+        """See Trainer.step. `routes`: of the groups, where the call comes from another process."""
         with self._routes.given(routes or {}):
             return self._threads.step(lambda: self._trainer.step(groups))
 
@@ -116,19 +116,19 @@ class TrainingPart:
     def restore(self, directory: Path) -> None:
         self._trainer.restore(directory)
 
-    # ---- what stays -----------------------------------------------------------------------------
+    # ---- checkpoints ----------------------------------------------------------------------------
 
     def current_version(self) -> PolicyVersion:
-        """The version, for callers of methods."""
+        """`version`, as a method that a Handle can call."""
         return self.version
 
     def is_due(self) -> bool:
-        """Whether it is time for the next periodic checkpoint."""
+        """Whether the next periodic checkpoint is due."""
         return self._keeper.due
 
     def save(self, extra: Mapping[str, Any]) -> None:
-        """Begins the resumable checkpoint, with values of the loop's; it is on disk at the latest after
-        `flush`."""
+        """Begins to write the resumable checkpoint, with the loop's values `extra`; it is on disk at the
+        latest after `flush`."""
         self._trainer.save(self._paths.latest, extra, self._keeper.write)
 
     def flush(self) -> None:
@@ -136,14 +136,14 @@ class TrainingPart:
         self._keeper.flush()
 
     def save_model(self, directory: Path, with_tokenizer: bool = False) -> None:
-        """Writes the weights as they are now, adapters merged."""
+        """Writes the current weights, adapters merged."""
         trainer, write_more = self._trainer, self._tokenizer.save if with_tokenizer else None
         directory.parent.mkdir(parents=True, exist_ok=True)
         with contextlib.nullcontext() if trainer.adapters is None else trainer.adapters.merged():
             save_checkpoint(directory, trainer.whole_model(), write_more=write_more)
 
     def save_adapters(self, directory: Path, base: str) -> None:
-        """The adapters alone, for what takes them beside the model at `base`, if there are any."""
+        """Writes the adapters alone, if there are any, for use with the model at `base`."""
         if self._trainer.adapters is None:
             return
         try:

@@ -14,8 +14,8 @@ from etude.controller.clusters.control import Control
 from etude.controller.clusters.intake import Inbox
 from etude.controller.clusters.joining import configure_from_run, open_site
 from etude.controller.clusters.runner import describe_run
-from etude.controller.compute import settle_numerics
-from etude.controller.models import settle_model
+from etude.controller.compute import resolve_numerics
+from etude.controller.models import resolve_model
 from etude.errors import InfrastructureError
 from etude.model.loading import load_any_model
 from etude.records import PolicyVersion
@@ -36,7 +36,7 @@ def padded_run(directory: Path) -> RunConfig:
         sandbox={"backend": "unisolated"},
         weights={"url": str(directory / "store")},
     )
-    return settle_numerics(settle_model(config))
+    return resolve_numerics(resolve_model(config))
 
 
 def said_by(config: RunConfig, directory: Path) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import torch
 from etude.config import RunConfig
 from etude.controller.clusters.joining import open_site
 from etude.controller.engines import SampledModel
-from etude.controller.models import settle_model
+from etude.controller.models import resolve_model
 from etude.errors import ConfigError
 from etude.model.loading import load_any_model
 from etude.model.scoring import score_sequences
@@ -25,7 +25,7 @@ from tests.controller.test_vllm_run import checkpoint, fake_vllm, glm_model, sma
 
 
 def config_of(directory: Path, initial: Path, url: str = "http://127.0.0.1:1", **sections: Any) -> RunConfig:
-    return settle_model(
+    return resolve_model(
         tiny_config(
             directory,
             initial_checkpoint=str(initial),

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from etude.config import RunConfig
-from etude.controller.recorded import settle_recorded, train_recorded
+from etude.controller.recorded import resolve_recorded, train_recorded
 from etude.environment.recording import MapLimits, RecordingLimits
 from etude.environment.recording.server import build_app
 from etude.inference import Engine, EngineService
@@ -72,7 +72,7 @@ def test_two_recorded_members_of_a_group_give_a_step_with_a_gradient(tmp_path: P
     }
     rl["optimizer"] = {"learning_rate": 1e-3, "warmup_steps": 0}
     tree = {"name": "learned", "runs_directory": str(tmp_path), "num_threads": 1, "device": "cpu", "rl": rl}
-    config = settle_recorded(
+    config = resolve_recorded(
         RunConfig.model_validate({**tree, "initial_checkpoint": str(tmp_path / "model")})
     )
     run = RunDirectory.create(config)

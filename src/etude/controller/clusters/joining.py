@@ -15,7 +15,7 @@ from etude.controller.backends import open_run_backend
 from etude.controller.clusters.client import BACKOFF, ControlClient, ControlLostError, unless
 from etude.controller.clusters.sampling import OVER, SamplingCluster, SamplingCounts, Site, Terms
 from etude.controller.clusters.wire import API, RunFingerprint
-from etude.controller.compute import settle_numerics, use_sampling_threads
+from etude.controller.compute import resolve_numerics, use_sampling_threads
 from etude.controller.engines import SampledModel, make_local_service
 from etude.environment.episodes import Environment, EpisodeLimits
 from etude.errors import ConfigError, InfrastructureError, SamplerError
@@ -117,7 +117,7 @@ async def _ask_description(
 def configure_from_run(
     run: Mapping[str, Any], directory: Path, overrides: Sequence[str]
 ) -> tuple[RunConfig, Tokenizer, SampledModel]:
-    """The run's settled configuration with this cluster's overrides, its tokenizer and its model."""
+    """The run's resolved configuration with this cluster's overrides, its tokenizer and its model."""
     try:
         (directory / "run.toml").write_text(run["config"], encoding="utf-8")
         for file, text in run["tokenizer"].items():
@@ -139,7 +139,7 @@ def configure_from_run(
             received=config.executor,
             fix="start `etude sample` once for each engine, with names of their own",
         )
-    config, tokenizer = settle_numerics(config), Tokenizer.load(directory)
+    config, tokenizer = resolve_numerics(config), Tokenizer.load(directory)
     model = SampledModel.configured(config, tokenizer)
     return config, tokenizer, dataclasses.replace(model, vocab_size=vocab_size)
 

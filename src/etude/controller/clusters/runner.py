@@ -123,7 +123,7 @@ class ClusterRunner(Player):
         loop = asyncio.get_running_loop()
         outcome: asyncio.Future[Bundle | PartLostError | str] = loop.create_future()
 
-        def settle(result: Bundle | PartLostError | str) -> None:
+        def set_outcome(result: Bundle | PartLostError | str) -> None:
             if not outcome.done():
                 outcome.set_result(result)
 
@@ -133,7 +133,7 @@ class ClusterRunner(Player):
 
         episode = Episode(
             order,
-            on_ended=lambda result: _call(loop, settle, result),
+            on_ended=lambda result: _call(loop, set_outcome, result),
             on_progress=lambda num_tokens: _call(loop, tally, num_tokens),
         )
         self._control.submit(episode)
@@ -297,7 +297,7 @@ def check_clusters(settings: ClustersConfig) -> None:
 
 
 def describe_run(config: RunConfig, renderer: Renderer) -> dict[str, Any]:
-    """The description of a run with this settled configuration that clusters receive."""
+    """The description of a run with this resolved configuration that clusters receive."""
     return {
         "name": config.name,
         "config": config_document(config),

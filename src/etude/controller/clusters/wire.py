@@ -45,7 +45,7 @@ class RunFingerprint:
 
     @staticmethod
     def of(config: RunConfig, renderer: Renderer) -> RunFingerprint:
-        """The fingerprint of this process under a settled configuration."""
+        """The fingerprint of this process under a resolved configuration."""
         sandbox = config.sandbox.model_dump_json(exclude=_LOCAL_SANDBOX)
         return RunFingerprint(
             {
@@ -81,7 +81,7 @@ def _short(parts: Mapping[str, str], key: str) -> str:
 
 
 def config_document(config: RunConfig) -> str:
-    """A settled configuration as sent to clusters: without keys that concern the run's process alone."""
+    """A resolved configuration as sent to clusters: without keys that concern the run's process alone."""
     taken = {name: getattr(config, name) for name in _SHARED}
     defaults = SandboxConfig()
     own = {name: getattr(defaults, name) for name in _LOCAL_SANDBOX - {"backend"}}

@@ -10,7 +10,7 @@ import torch
 
 from etude.config import RunConfig
 from etude.controller.compute import Place, choose_place
-from etude.controller.models import settle_model
+from etude.controller.models import resolve_model
 from etude.controller.planning.cost import StepTimes, plan_step, price_per_hour
 from etude.controller.planning.machine import Rates, measure_rates, memory_bytes, process_bytes
 from etude.controller.planning.memory import MemoryPlan, plan_memory
@@ -54,7 +54,7 @@ class Plan:
 def make_plan(config: RunConfig) -> Plan:
     """Plans the RL stage. Raises ConfigError for a model that is not defined here, experts that cannot be
     divided as asked, and a device that is neither here nor described by `[plan]`."""
-    config = settle_model(config)
+    config = resolve_model(config)
     if not _is_defined_here(config):
         raise ConfigError(
             "only architectures that are defined here can be counted",
@@ -77,7 +77,7 @@ def check_machine(config: RunConfig, place: Place) -> None:
 
     Nothing is said of a model that is not defined here, and of a Ray cluster elsewhere.
     """
-    config = settle_model(config)
+    config = resolve_model(config)
     if not _is_defined_here(config) or (config.executor == "ray" and config.cluster.address):
         return
     vocab_size = _vocab_size(config)

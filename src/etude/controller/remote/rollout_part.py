@@ -60,7 +60,7 @@ class RolloutPart:
     def __init__(
         self, config: RunConfig, tokenizer: Tokenizer, limits: EpisodeLimits, name: str, owner: str
     ) -> None:
-        """`config`: settled. `owner`: of its sandboxes, as in open_run_backend. Raises ResourceError where
+        """`config`: resolved. `owner`: of its sandboxes, as in open_run_backend. Raises ResourceError where
         sandboxes are not available."""
         self._build, self._client = Build.here(config.model), f"{name}-{uuid.uuid4().hex[:12]}"
         self._backend = open_run_backend(config.sandbox, owner)

@@ -57,8 +57,8 @@ class RemoteTrainingPart:
     def __init__(
         self, config: RunConfig, model: Path, tokenizer: Tokenizer, paths: TrainingPaths, weights: Path
     ) -> None:
-        """`config`: settled. `model`: directory of the trained model. `weights`: where they are published, if
-        not to the store that `config.weights` names."""
+        """`config`: resolved. `model`: directory of the trained model. `weights`: where they are published,
+        if not to the store that `config.weights` names."""
         num_threads = set_threads(config.num_threads)
         keep_freed_memory()
         self._metrics, self._observer = MemorySink(), RecordingObserver()
