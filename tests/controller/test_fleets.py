@@ -84,20 +84,20 @@ def test_a_file_of_servers_is_read_again_when_it_changes(
     file.write_text(listing({"a": "http://a:1"}))
     listed = ListedServers(file)
     assert {name: (one.url, one.token) for name, one in listed.read().items()} == {"a": ("http://a:1", TOKEN)}
-    assert listed.changed() is None
+    assert listed.read_changes() is None
     file.write_text(listing({"b": "http://b:1"}) + "draining = true\nmemory_bytes = 1024\n")
-    changed = listed.changed()
+    changed = listed.read_changes()
     assert changed is not None
     assert (changed["b"].draining, changed["b"].capacity) == (True, {"memory_bytes": 1024})
     unknown = listing({"b": "http://b"}) + "colour = 1\n"
     for broken in ("", "[servers.b", "[servers.b]\nurl = 1\n", unknown):
         file.write_text(broken)
         with pytest.warns(UserWarning, match="sandbox servers stay as they are"):
-            assert listed.changed() is None
-        assert listed.changed() is None, "said once"
+            assert listed.read_changes() is None
+        assert listed.read_changes() is None, "said once"
     file.unlink()
     with pytest.warns(UserWarning, match="stay as they are: .*No such file"):
-        assert listed.changed() is None
+        assert listed.read_changes() is None
 
 
 def test_a_run_takes_a_server_that_is_listed_while_it_goes_on(

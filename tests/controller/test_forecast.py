@@ -33,10 +33,14 @@ def steps(planned: RunConfig) -> tuple[int, int]:
 
 
 def test_the_first_word_names_the_whole_and_its_stages() -> None:
-    assert Forecast(20.0, 420.0, 300.0, 110.0).words() == "about 14 min: mid-training 7, RL 5, evaluation 2"
-    assert Forecast(5.0, 0.0, 60.0, 30.0).words() == "about 95 s: so far 5, RL 60, evaluation 30"
-    assert Forecast(240.0, 420.0, 360.0, 180.0).words().startswith("about 20 min: so far 4, mid-training 7,")
-    assert Forecast(0.0, 7200.0, 1800.0, 0.0).words() == "about 2.5 h: mid-training 2.0, RL 0.5"
+    assert (
+        Forecast(20.0, 420.0, 300.0, 110.0).describe() == "about 14 min: mid-training 7, RL 5, evaluation 2"
+    )
+    assert Forecast(5.0, 0.0, 60.0, 30.0).describe() == "about 95 s: so far 5, RL 60, evaluation 30"
+    assert (
+        Forecast(240.0, 420.0, 360.0, 180.0).describe().startswith("about 20 min: so far 4, mid-training 7,")
+    )
+    assert Forecast(0.0, 7200.0, 1800.0, 0.0).describe() == "about 2.5 h: mid-training 2.0, RL 0.5"
 
 
 def test_evaluations_are_forecast_by_the_sessions_that_are_played() -> None:

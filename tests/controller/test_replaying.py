@@ -7,7 +7,7 @@ import pytest
 
 from etude.controller.agent.folders import list_sessions, sessions_directory
 from etude.controller.agent.models import ModelChoice
-from etude.controller.forking import Fork, go_on, hand_over
+from etude.controller.forking import Fork, create_session, sample_fork
 from etude.controller.replaying import find_task, recorded_session, replay_stored
 from etude.controller.stored import Stored
 from etude.errors import ConfigError, TaskError, UserError
@@ -111,7 +111,7 @@ def test_a_fork_has_the_same_tokens_up_to_its_turn(tmp_path: Path, turn: int) ->
     assert one.config is not None
     rest = solving(task_of(one.config))[turn:]
     messages = [*[["unused"]] * turn, (ToolCall("list_dir", {"path": "lib"}),), *rest]
-    forked, replay = asyncio.run(go_on(one, scripted(tmp_path, one, turn, messages)))
+    forked, replay = asyncio.run(sample_fork(one, scripted(tmp_path, one, turn, messages)))
     assert replay.equal
     assert replay.num_turns == turn
     found = compare(one.trajectory, forked).divergence
@@ -134,7 +134,7 @@ def test_a_chain_is_forked_before_and_after_its_summary(
     one = stored(tmp_path, summaries=True)
     assert [len(made.calls) for made in one.trajectory.turns] == [1, 1, 2, 0, 1, 1]
     messages = [*[["unused"]] * turn, [message], [ToolCall("run_tests")], [ToolCall("finish")]]
-    forked, _ = asyncio.run(go_on(one, scripted(tmp_path, one, turn, messages)))
+    forked, _ = asyncio.run(sample_fork(one, scripted(tmp_path, one, turn, messages)))
     assert len(forked.segments) == 2
     assert forked.segments[1].parent == (forked.segments[0].id, len(forked.segments[0].tokens))
     compared = compare(one.trajectory, forked)
@@ -146,7 +146,7 @@ def test_a_fork_that_goes_on_as_before_is_the_same_session(tmp_path: Path) -> No
     one = stored(tmp_path)
     assert one.config is not None
     fork = scripted(tmp_path, one, 3, solving(task_of(one.config)))
-    forked, _ = asyncio.run(go_on(one, fork))
+    forked, _ = asyncio.run(sample_fork(one, fork))
     assert compare(one.trajectory, forked).equal
     assert np.array_equal(forked.segments[0].tokens, one.trajectory.segments[0].tokens)
 
@@ -154,7 +154,7 @@ def test_a_fork_that_goes_on_as_before_is_the_same_session(tmp_path: Path) -> No
 def test_a_session_that_had_ended_cannot_go_on(tmp_path: Path) -> None:
     one = stored(tmp_path)
     with pytest.raises(ConfigError, match="had ended"):
-        asyncio.run(go_on(one, scripted(tmp_path, one, 5, [])))
+        asyncio.run(sample_fork(one, scripted(tmp_path, one, 5, [])))
 
 
 @pytest.mark.parametrize("summaries", [False, True])
@@ -163,7 +163,7 @@ def test_a_fork_is_handed_over_as_a_session_with_its_workspace(tmp_path: Path, s
     assert one.config is not None
     task = task_of(one.config)
     turn = 4 if summaries else 3
-    handed = asyncio.run(hand_over(one, scripted(tmp_path, one, turn, []), tmp_path / "mine"))
+    handed = asyncio.run(create_session(one, scripted(tmp_path, one, turn, []), tmp_path / "mine"))
     path = str(task.metadata["path"])
     assert (handed.directory / path).read_text() == task.solution_files[path]
     names = {item.relative_to(handed.directory).as_posix() for item in handed.directory.rglob("*.py")}
@@ -182,7 +182,9 @@ def test_a_fork_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
     damaged: Trajectory = replace(one.trajectory, segments=(replace(segment, tokens=tokens),))
     with pytest.raises(ConfigError, match="other tokens"):
         asyncio.run(
-            hand_over(replace(one, trajectory=damaged), scripted(tmp_path, one, 2, []), tmp_path / "mine")
+            create_session(
+                replace(one, trajectory=damaged), scripted(tmp_path, one, 2, []), tmp_path / "mine"
+            )
         )
     assert list_sessions(sessions_directory()) == []
     assert not (tmp_path / "mine").exists()
@@ -195,7 +197,7 @@ def test_a_fork_that_is_cancelled_leaves_nothing_behind(tmp_path: Path, steps: i
     fork = scripted(tmp_path, one, 4, [])
 
     async def cancel() -> bool:
-        task = asyncio.create_task(hand_over(one, fork, tmp_path / "mine"))
+        task = asyncio.create_task(create_session(one, fork, tmp_path / "mine"))
         for _ in range(steps):
             await asyncio.sleep(0)
         task.cancel()
@@ -213,7 +215,7 @@ def test_a_directory_that_holds_something_is_not_written_into(tmp_path: Path) ->
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "work.txt").write_text("mine")
     with pytest.raises(ConfigError) as raised:
-        asyncio.run(hand_over(one, scripted(tmp_path, one, 2, []), tmp_path / "mine"))
+        asyncio.run(create_session(one, scripted(tmp_path, one, 2, []), tmp_path / "mine"))
     assert raised.value.field == "--into"
     assert [item.name for item in (tmp_path / "mine").iterdir()] == ["work.txt"]
     assert list_sessions(sessions_directory()) == []
@@ -224,7 +226,7 @@ def test_imported_words_cannot_be_forked(tmp_path: Path) -> None:
     bare = tuple(replace(turn, start=0, end=0) for turn in one.trajectory.turns)
     with pytest.raises(UserError, match="no sampled tokens"):
         asyncio.run(
-            go_on(
+            sample_fork(
                 replace(one, trajectory=replace(one.trajectory, turns=bare)),
                 scripted(tmp_path, one, 2, []),
             )

@@ -77,13 +77,13 @@ def fork_command(
     """Sample a new ending of a session from one of its turns. The tokens before that turn are kept."""
     (stored,) = find(words, 1)
     # Heavy: torch comes with it.
-    from etude.controller.forking import Fork, go_on, hand_over
+    from etude.controller.forking import Fork, create_session, sample_fork
     from etude.controller.replaying import find_task
 
     choice = _choice(stored, run, temperature)
     fork = Fork(turn, choice, find_task(stored, task), backend, seed, temperature)
     if into is not None:
-        handed = asyncio.run(hand_over(stored, fork, into))
+        handed = asyncio.run(create_session(stored, fork, into))
         if as_json:
             replay = replay_document(handed.replay)
             print_json({"session": handed.session, "directory": str(handed.directory), "replay": replay})
@@ -91,7 +91,7 @@ def fork_command(
         print_replay(error_console(), handed.replay)
         output_console().print(Text(f"{program()} agent --resume {handed.session}"), soft_wrap=True)
         return
-    trajectory, replay = asyncio.run(go_on(stored, fork))
+    trajectory, replay = asyncio.run(sample_fork(stored, fork))
     from etude.kit.durable import write_json
     from etude.store import trajectory_to_atif
 

@@ -1,4 +1,4 @@
-"""Sandbox backends that work here."""
+"""Opens sandbox backends, and checks that they work on this machine."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from etude.sandbox.remote import RemoteBackend
 from etude.sandbox.remote.connection import RETRY
 
 _HEARTBEAT_TIMEOUT_S = 5.0
-"""A server that is alive but busy must not cost the sessions on it."""
+"""Long enough that a busy server does not lose its sessions."""
 _MEMORY_OVERCOMMIT = 4.0
-"""Sandboxes use a part of what they may; and a session that has one waits for another to be graded in."""
+"""Sandboxes use a part of their limit; and a session with one sandbox waits for another to be graded in."""
 
 
 class ListedServers:
-    """The servers of a file, read again when it has changed."""
+    """The servers listed in a file, which is read again when it has changed."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._text: bytes | None = None
-        """As it was last read."""
+        """The file's contents when it was last read."""
 
     def read(self) -> Servers:
         """The servers now. Raises ConfigError."""
@@ -49,8 +49,8 @@ class ListedServers:
             ) from error
         return specs_of(load_section(ServersFile, self._path).servers, "servers")
 
-    def changed(self) -> Servers | None:
-        """The servers, where they are others than before. A file that cannot be used changes nothing; it is
+    def read_changes(self) -> Servers | None:
+        """The servers, if the file has changed; else None. A file that cannot be used changes nothing, and is
         reported once."""
         try:
             if self._path.read_bytes() == self._text:
@@ -62,7 +62,7 @@ class ListedServers:
 
 
 def specs_of(servers: Mapping[str, SandboxServerConfig], section: str) -> Servers:
-    """Servers as a fleet wants them. Raises ConfigError for a token that cannot be read."""
+    """Specifications of servers, for a fleet. Raises ConfigError for a token that cannot be read."""
     return {name: _spec_of(f"{section}.{name}", server) for name, server in servers.items()}
 
 
@@ -77,28 +77,28 @@ def _spec_of(section: str, server: SandboxServerConfig) -> ServerSpec:
 
 
 def open_fleet(settings: SandboxConfig, owner: str | None) -> ServerFleet:
-    """The fleet of a run; no server has been asked yet. Raises ConfigError where the list cannot be read."""
+    """The sandbox servers of a run; none is contacted yet. Raises ConfigError for an unreadable list."""
     changed: Callable[[], Servers | None] | None = None
     if settings.servers_file:
         listed = ListedServers(Path(settings.servers_file))
-        servers, changed = listed.read(), listed.changed
+        servers, changed = listed.read(), listed.read_changes
     else:
         servers = specs_of(settings.servers, "sandbox.servers")
     config = FleetConfig(
         heartbeat_timeout_s=_HEARTBEAT_TIMEOUT_S,
         queue_wait_s=settings.patience_s,
-        # Sessions on busy servers are slow, and none fails for it.
+        # Sessions on busy servers are slow, but do not fail.
         policy=Policy(max_cpu_pressure=math.inf, memory_overcommit=_MEMORY_OVERCOMMIT),
     )
     return ServerFleet(servers, settings.backend, owner, config, changed)
 
 
 def open_run_backend(settings: SandboxConfig, owner: str | None = None) -> SandboxBackend:
-    """The sandboxes of a run: of servers if it names any, else made in this process.
+    """The sandbox backend of a run: its servers, if it names any, else one in this process.
 
-    `owner`: names who makes them, the same when it is started again; what it left on a server when it was
-    killed is ended then. Raises ResourceError with what to enable, ConfigError for a server that does not
-    answer or takes the token for a wrong one; of several, where none is any better.
+    `owner`: name of this client, the same after a restart: sandboxes that it left on a server when it was
+    killed are ended then. Raises ResourceError with what to enable, ConfigError for a server that does not
+    answer or rejects the token; with several servers, only where none can be used.
     """
     if settings.servers or settings.servers_file:
         return _open_servers(settings, owner, all_of_them=False)
@@ -124,7 +124,7 @@ def open_run_backend(settings: SandboxConfig, owner: str | None = None) -> Sandb
 
 
 def check_run_backend(settings: SandboxConfig) -> None:
-    """Looks, before a run has a directory, whether its sandboxes can be made: of several servers by each.
+    """Checks, before a run has a directory, that its sandboxes can be made: of several servers on each.
     Raises as open_run_backend."""
     if settings.servers or settings.servers_file:
         opened = _open_servers(settings, None, all_of_them=True)
@@ -134,7 +134,7 @@ def check_run_backend(settings: SandboxConfig) -> None:
 
 
 def _open_servers(settings: SandboxConfig, owner: str | None, all_of_them: bool) -> SandboxBackend:
-    """`all_of_them`: whether each server must be fit for use now, and not one at least."""
+    """`all_of_them`: whether every server must be usable now, rather than at least one."""
     fleet = open_fleet(settings, owner)
     problems = fleet.problems()
     if problems and (all_of_them or len(problems) == fleet.num_in_use):
@@ -156,8 +156,8 @@ def open_checked_backend(
 ) -> SandboxBackend:
     """A sandbox backend that works here. Raises ResourceError with what to enable, ConfigError.
 
-    `field`: what named it; `unisolated`: how its user would accept no isolation; `allow_private`: see
-    `open_backend`.
+    `field`: the setting that names it; `unisolated`: the option by which the user would accept no isolation;
+    `allow_private`: see `open_backend`.
     """
     backend = open_backend(name, allow_private=allow_private)
     problems = backend.doctor()
@@ -174,8 +174,8 @@ def open_checked_backend(
 def open_people_backend(
     name: str, view: HostView | None = None, allow_private: Sequence[str] = ()
 ) -> SandboxBackend:
-    """The same, named on a command line. `view`: what else local sandboxes see of the host; `allow_private`:
-    see `open_backend`."""
+    """As `open_checked_backend`, for a name from the command line. `view`: further directories of the host
+    that local sandboxes see; `allow_private`: see `open_backend`."""
     backend = open_checked_backend(name, "--backend", "--backend unisolated", allow_private)
     if isinstance(backend, LocalBackend):
         backend.view = view

@@ -1,4 +1,4 @@
-"""What is at a path: a checkpoint, or a run, whose policy is the tokenizer and model of one of its own."""
+"""Loads tokenizer and model from a path: a checkpoint, or a run and one of its checkpoints."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MIDTRAINED = "midtrained"
 FINAL = "final"
 CURVE = "curve"
 _SERIES = (CURVE, HISTORY)
-"""Directories of many checkpoints."""
+"""Directories of series of checkpoints."""
 _OTHERS = (*_SERIES, DAMAGED)
 
 
@@ -27,7 +27,7 @@ def load_any(
 ) -> tuple[Tokenizer | None, AnyModel]:
     """Tokenizer and model of a Hugging Face directory, or of a run's last checkpoint.
 
-    Raises CheckpointError, RunDirectoryError; `field`: as what a directory was named that is neither.
+    Raises CheckpointError, RunDirectoryError; `field`: of the error for a directory that is neither.
     """
     if (directory / "config.json").is_file():
         return Tokenizer.load(directory) if with_tokenizer else None, load_any_model(directory)
@@ -43,7 +43,7 @@ def load_any(
 
 def load_own(directory: Path, field: str) -> tuple[Tokenizer, LanguageModel]:
     """As `load_any`, for Étude's engine. Raises CheckpointError, ConfigError for an architecture that it does
-    not compute."""
+    not support."""
     if (directory / "config.json").is_file():
         read_fields(directory / "config.json")  # before anything large is read
     tokenizer, model = load_any(directory, field)
@@ -59,7 +59,8 @@ def load_own(directory: Path, field: str) -> tuple[Tokenizer, LanguageModel]:
 
 
 def load_policy(run: RunDirectory, checkpoint: str | None) -> tuple[Tokenizer, AnyModel]:
-    """Tokenizer and model of a run's checkpoint: `final` unless named, before that `midtrained`."""
+    """Tokenizer and model of a run's checkpoint; by default `final`, or `midtrained` where that does not
+    exist yet."""
     directory = find_checkpoint(run, checkpoint)
     model, _ = load_checkpoint(directory)
     return Tokenizer.load(_tokenizer_directory(run, directory)), model
@@ -93,7 +94,7 @@ def _names(run: RunDirectory) -> list[str]:
 
 
 def _tokenizer_directory(run: RunDirectory, checkpoint: Path) -> Path:
-    """Beside the weights where a checkpoint is complete by itself, otherwise the run's."""
+    """The checkpoint's own directory if it has a tokenizer, otherwise the run's."""
     if (checkpoint / "tokenizer.json").exists():
         return checkpoint
     initial = run.config.initial_checkpoint

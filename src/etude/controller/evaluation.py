@@ -1,4 +1,4 @@
-"""One evaluation: a model, a suite of tasks, and how often each is played.
+"""Evaluates a model on a suite of tasks.
 
 target ──open──> sessions (greedy, then sampled) ──stored──> OUT/trajectories ──> result.json, result.md
 """
@@ -48,7 +48,7 @@ from etude.store.trajectories import TrajectoryLog
 
 @dataclass(frozen=True, slots=True)
 class EvaluationRequest:
-    """What is to be measured."""
+    """Settings of an evaluation."""
 
     target: str
     """A run's directory, a checkpoint's, or the address of an OpenAI-compatible endpoint."""
@@ -57,17 +57,17 @@ class EvaluationRequest:
     num_tasks: int = 240
     num_samples: int = 1
     temperature: float | None = None
-    """None: greedily once and `num_samples` times at temperature 1; of an endpoint, at its own."""
+    """None: once greedily and `num_samples` times at temperature 1; an endpoint at its own temperature."""
     max_sessions: int = 0
-    """Sessions at once; 0: what suits the target."""
+    """Limit of concurrent sessions; 0: the target's default."""
     out: Path | None = None
-    """Where sessions and results are kept; asked for again, the evaluation goes on from there."""
+    """Where sessions and results are stored; an evaluation with the same directory continues from there."""
     prices: Prices | None = None
     options: TargetOptions = field(default_factory=TargetOptions)
 
 
 def evaluate(request: EvaluationRequest, observer: Observer) -> EvaluationResult:
-    """Plays the suite and returns the result, which `out` then holds as well.
+    """Plays the suite and returns the result, which is also written to `out`.
 
     Raises UserError for a target, a suite or a directory that cannot be used, InfrastructureError if most
     sessions failed through no fault of the agent.
@@ -89,8 +89,8 @@ def evaluate(request: EvaluationRequest, observer: Observer) -> EvaluationResult
 
 
 def load_suite(suite: str, num_tasks: int, config: RunConfig, observer: Observer | None = None) -> list[Task]:
-    """The first tasks of a suite; of a directory, those that are verified. A word is a split before it is a
-    directory. Raises ConfigError, TaskError."""
+    """The first tasks of a suite; of a directory, only verified ones. A plain name is a split if there is one
+    of that name, else a directory. Raises ConfigError, TaskError."""
     if Path(suite).name == suite or not Path(suite).is_dir():
         family = open_family(config, observer)
         if suite in family.splits:
@@ -109,7 +109,7 @@ def load_suite(suite: str, num_tasks: int, config: RunConfig, observer: Observer
 
 
 def _with_servers(target: Target, tasks: Sequence[Task]) -> Target:
-    """The target with what its MCP servers offer, as far as a run does not say that."""
+    """The target with its MCP servers' tools, as far as its configuration does not list them."""
     config = target.config
     agent = resolve_servers(
         config.agent, lambda: open_run_backend(config.sandbox), lambda: next(iter(tasks), None)
@@ -197,7 +197,7 @@ def _modes(request: EvaluationRequest, target: Target) -> dict[str, tuple[float 
 
 
 def _plan(request: EvaluationRequest, target: Target, tasks: Sequence[Task]) -> dict[str, Any]:
-    """What must be the same for stored sessions to count: samples may become more."""
+    """What must be equal for stored sessions to be used again; the number of samples may grow."""
     return {
         "target": target.describe(),
         "suite": request.suite,

@@ -1,4 +1,4 @@
-"""What can be evaluated, opened for sessions: a run, a checkpoint, or a model behind an endpoint."""
+"""Targets of an evaluation: a run, a checkpoint, or a model behind an endpoint, opened for sessions."""
 
 from __future__ import annotations
 
@@ -27,33 +27,33 @@ from etude.records import SamplingParams
 from etude.sandbox.types import Resources
 
 SECTIONS = ("agent", "images", "sandbox", "tasks")
-"""Of a configuration, those that an evaluation may have other than the model's own."""
+"""Sections of a configuration that an evaluation may override."""
 _NUM_SESSIONS = 8
-"""At once, behind an endpoint."""
+"""Default of concurrent sessions, for an endpoint."""
 
 
 @dataclass(frozen=True, slots=True)
 class TargetOptions:
-    """What there is to say of a model besides its place; see the options of `etude eval run`."""
+    """Settings of a target besides its path or address; see the options of `etude eval run`."""
 
     checkpoint: str | None = None
-    """Of a run."""
+    """Name of a run's checkpoint."""
     model_name: str = ""
     key_variable: str = ""
     native_tools: bool = True
     context_tokens: int = 128_000
     tools: str = ""
     max_turns: int = 100
-    """Of a session with a model that is no run's."""
+    """Limit of a session's turns, for a model that is not a run's."""
     settings: tuple[str, ...] = ()
-    """Keys of `SECTIONS`, such as `agent.index=meaning`: in place of the run's, or of the defaults."""
+    """Values for keys of `SECTIONS`, such as `agent.index=meaning`; override the run's, or the defaults."""
     config: Path | None = None
-    """A configuration file: those of `SECTIONS` that it has count as `settings` do. The others do not."""
+    """A configuration file whose `SECTIONS` override as `settings` do; its other sections are ignored."""
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A model with all that decides what its sessions are."""
+    """A model with all settings that determine its sessions."""
 
     kind: str
     """`run`, `checkpoint` or `endpoint`."""
@@ -61,12 +61,12 @@ class Target:
     """Directory or address."""
     options: TargetOptions
     config: RunConfig
-    """Of the run, or the defaults."""
+    """The run's, or the defaults, with the overrides."""
     weights: tuple[str, ...] = ()
-    """Names, sizes and times of the files of weights."""
+    """Names, sizes and modification times of the weight files."""
 
     def describe(self) -> dict[str, Any]:
-        """Names it, in plain JSON values: two targets with the same description are the same model."""
+        """Describes it in plain JSON values: equal descriptions mean the same model and settings."""
         options = self.options
         named = {"kind": self.kind, "place": self.place, "weights": list(self.weights)}
         label = options.model_name or Path(self.place).name
@@ -90,19 +90,19 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class OpenTarget:
-    """A model that can be sampled, in an environment."""
+    """A target that is ready to play: a sampler and an environment."""
 
     runner: Player
     sampler: Sampler
     params: SamplingParams
     max_sessions: int
     units_per_token: float = 1.0
-    """Of the tokens that its sessions record: behind an endpoint they are bytes."""
+    """Units that its sessions record per token: for an endpoint they record bytes."""
 
 
 def find_target(place: str, options: TargetOptions) -> Target:
     """The model at an address or in a directory. Raises ConfigError, RunDirectoryError."""
-    other = [one for one in options.settings if one.partition(".")[0] not in SECTIONS]
+    other = [setting for setting in options.settings if setting.partition(".")[0] not in SECTIONS]
     if other:
         raise ConfigError(
             f"only the sections {', '.join(SECTIONS)} may be other than the model's own",
@@ -131,9 +131,10 @@ def find_target(place: str, options: TargetOptions) -> Target:
 
 @contextlib.asynccontextmanager
 async def open_target(target: Target, temperature: float | None) -> AsyncIterator[OpenTarget]:
-    """Raises UserError for a model that cannot be used, ResourceError where no sandboxes can be made.
+    """Opens a target. Raises UserError for a model that cannot be used, ResourceError where sandboxes are not
+    available.
 
-    `temperature`: what an endpoint is asked for; None leaves it to the endpoint.
+    `temperature`: sent to an endpoint; None: the endpoint's default.
     """
     opening = _open_run(target) if target.kind == "run" else _open_policy(target, temperature)
     async with opening as opened:
@@ -147,13 +148,13 @@ def _run_target(run: RunDirectory, options: TargetOptions) -> Target:
 
 def _default_config(options: TargetOptions) -> RunConfig:
     if options.tools:
-        registry_named(options.tools)  # to say at once what is wrong with it
+        registry_named(options.tools)  # raises at once for unknown tools
     tools = [f"agent.tools={json.dumps(options.tools)}"] if options.tools else []
     return _load_config(None, replace(options, settings=(*options.settings, *tools)))
 
 
 def _load_config(own: Path | None, options: TargetOptions) -> RunConfig:
-    """The model's own configuration, with the sections that the options have."""
+    """The model's own configuration, with the sections that the options override."""
     config = load_config(own, options.settings)
     if options.config is None:
         return config

@@ -1,10 +1,10 @@
-"""What a run will take on this machine, and the plan of steps that a time limit becomes.
+"""Forecast of a run's time on this machine, and the plan of steps that fits a time limit.
 
-    speeds of this machine ──> forecast (the run's first word) ──> with `max_wall_s`: steps of each stage
+    speeds of this machine ──> forecast (the run's first message) ──> with `max_wall_s`: steps of each stage
 
-Everything here is arithmetic on measured speeds (`probing.py`); no clock is read. A plan is kept ever after:
+Everything here is arithmetic on measured speeds (`probing.py`); no clock is read. A plan is stored for good:
 
-config.toml        the steps that are taken, without a limit: every training of it takes the same ones
+config.toml        the planned steps, without a limit: every training from it takes the same ones
 environment.json   `asked`: limit and steps of the command, with which the run is resumed
 """
 
@@ -20,11 +20,11 @@ from etude.evaluation.acting import MASKED_SAMPLES, ActingTasks
 from etude.observe import RunDirectory
 
 MIN_RL_SHARE = 0.4
-"""Of `max_wall_s` that reinforcement learning gets, unless it needs less."""
+"""Share of `max_wall_s` that reinforcement learning gets, unless it needs less."""
 MIN_MIDTRAIN_SHARE = 0.4
-"""Of the configured mid-training steps below which no plan goes: what has learnt less solves no task, and
-reinforcement learning then has nothing to learn from. With the quickstart's model and 3,072 tokens a step,
-400 steps solved 0 % of the tasks at temperature 1, 850 steps 20 %."""
+"""Smallest share of the configured mid-training steps in a plan: a model that has learnt less solves no task,
+and reinforcement learning then has no signal. With the quickstart's model and 3,072 tokens a step, 400 steps
+solved 0 % of the tasks at temperature 1, 850 steps 20 %."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Speeds:
     rl_step_s: float
     """Sampling, training and publishing of one step."""
     evaluation_s: float
-    """Of `evaluation.num_tasks` tasks, each once greedily and once at temperature 1."""
+    """Evaluation of `evaluation.num_tasks` tasks, each once greedily and once at temperature 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +43,11 @@ class Forecast:
     """Wall seconds of a run's parts."""
 
     begun_s: float
-    """What has passed already."""
+    """Time that has passed already."""
     midtrain_s: float
     rl_s: float
     evaluation_s: float
-    """Of all evaluations together."""
+    """All evaluations together."""
 
     @staticmethod
     def of(
@@ -57,8 +57,8 @@ class Forecast:
         num_evaluations: float,
         num_groups: int | None = None,
     ) -> Forecast:
-        """With the configured steps; a run that begins with a checkpoint has no mid-training. `num_groups`:
-        see `count_rl_steps`."""
+        """The forecast for the configured steps; a run with an initial checkpoint has no mid-training.
+        `num_groups`: see `count_rl_steps`."""
         num_midtrain = 0 if config.initial_checkpoint is not None else config.midtrain.num_steps
         return Forecast(
             begun_s,
@@ -69,11 +69,11 @@ class Forecast:
 
     @property
     def total_s(self) -> float:
-        """Of the whole run."""
+        """Time of the whole run."""
         return self.begun_s + self.midtrain_s + self.rl_s + self.evaluation_s
 
-    def words(self) -> str:
-        """`about 14 min: mid-training 7, RL 5, evaluation 2`."""
+    def describe(self) -> str:
+        """The forecast as text, such as `about 14 min: mid-training 7, RL 5, evaluation 2`."""
         size, unit, digits = 1.0, "s", 0
         if self.total_s >= 5400:
             size, unit, digits = 3600.0, "h", 1
@@ -97,9 +97,9 @@ class Forecast:
 def evaluation_sizes(
     settings: EvaluationConfig, num_heldout: int, *, has_other_families: bool, acting: Sequence[ActingTasks]
 ) -> list[tuple[str, float]]:
-    """Name and size of each evaluation of a run, in their order: half of them come before reinforcement
-    learning. Speeds.evaluation_s is the time of size 1. `num_heldout`: tasks that there are to be judged on.
-    `acting`: kinds of tasks that only acting solves."""
+    """Name and size of each evaluation of a run, in order: half of them precede reinforcement learning.
+    Speeds.evaluation_s is the time of size 1. `num_heldout`: number of held-out tasks. `acting`: kinds of
+    tasks that only acting solves."""
     num_repeated = min(num_heldout, settings.num_repeated_tasks)
     played = num_heldout + num_repeated * (settings.num_samples - 1) / 2
     before, after = [("before", played)], [("after", played)]
@@ -114,14 +114,14 @@ def evaluation_sizes(
 
 
 def with_validation(speeds: Speeds, config: RunConfig) -> Speeds:
-    """With the looks at validation tasks in an RL step's time, at the pace of evaluations."""
+    """Speeds with the validation sessions added to an RL step's time, at the pace of evaluations."""
     session_s = speeds.evaluation_s / (2 * config.evaluation.num_tasks)
     return replace(speeds, rl_step_s=speeds.rl_step_s + config.rl.validation_sessions * session_s)
 
 
 def count_rl_steps(config: RunConfig, num_groups: int | None) -> int:
-    """Steps that reinforcement learning is expected to take: as many as are configured, or until a finite
-    set of tasks is used up. `num_groups`: of all its epochs; None where tasks never end."""
+    """Expected number of RL steps: the configured one, or until a finite set of tasks is exhausted.
+    `num_groups`: of all its epochs; None for an endless source of tasks."""
     if num_groups is None:
         return config.rl.num_steps
     useful = num_groups * config.plan.useful_share
@@ -129,12 +129,12 @@ def count_rl_steps(config: RunConfig, num_groups: int | None) -> int:
 
 
 def plan_steps(config: RunConfig, speeds: Speeds, begun_s: float, num_evaluations: float) -> RunConfig:
-    """The configuration whose steps take `max_wall_s` at these speeds, all evaluations counted in, and which
-    has no limit itself: a run of it takes the same steps wherever it runs.
+    """A configuration whose steps take `max_wall_s` at these speeds, all evaluations included, and which has
+    no limit itself: a run of it takes the same steps on any machine.
 
-    Steps that fit stay as they are. Else both stages have fewer, in proportion, but reinforcement learning
-    has at least MIN_RL_SHARE of the time or all of its steps. Raises ConfigError where mid-training would
-    have less than MIN_MIDTRAIN_SHARE of its steps, or reinforcement learning none.
+    Steps that fit stay as they are. Otherwise both stages get fewer, in proportion, but reinforcement
+    learning gets at least MIN_RL_SHARE of the time or all of its steps. Raises ConfigError where mid-training
+    would have less than MIN_MIDTRAIN_SHARE of its steps, or reinforcement learning none.
     """
     limit_s = config.max_wall_s
     whole = Forecast.of(config, speeds, begun_s, num_evaluations)
@@ -164,7 +164,7 @@ def with_steps(config: RunConfig, num_midtrain: int, num_rl: int) -> RunConfig:
 
 
 def _count_steps(seconds: float, step_s: float) -> int:
-    return math.floor(seconds / step_s + 1e-6)  # a time that is just enough for them is enough
+    return math.floor(seconds / step_s + 1e-6)  # tolerates rounding of a time that is just enough
 
 
 def _least_midtrain(config: RunConfig) -> int:
@@ -172,7 +172,7 @@ def _least_midtrain(config: RunConfig) -> int:
 
 
 def _too_short(config: RunConfig, speeds: Speeds, whole: Forecast) -> ConfigError:
-    """Says what the shortest plan takes: as much of everything as must be, and RL's share of the sum."""
+    """The error with the time of the shortest plan: the least of everything, and RL's share of the sum."""
     fixed_s = whole.begun_s + whole.evaluation_s
     if whole.midtrain_s:
         fixed_s += _least_midtrain(config) * speeds.midtrain_step_s
@@ -182,7 +182,7 @@ def _too_short(config: RunConfig, speeds: Speeds, whole: Forecast) -> ConfigErro
     least_s = math.ceil(fixed_s + rl_s + 1)
     return ConfigError(
         f"is too short on this machine: the shortest plan that makes sense takes {least_s} s, and all steps "
-        f"take {whole.words()}",
+        f"take {whole.describe()}",
         field="max_wall_s",
         received=config.max_wall_s,
         fix=f"set it to {least_s} or more, or to 0 for all steps",
@@ -196,10 +196,10 @@ def store_plan(run: RunDirectory, asked: RunConfig, planned: RunConfig) -> None:
 
 
 def continue_plan(config: RunConfig, run: RunDirectory, *, has_begun: bool, is_planned: bool) -> RunConfig:
-    """The configuration with which a run is resumed: the steps that were planned when it was begun, if any.
+    """The configuration with which a run is resumed: with the steps planned when it was begun, if any.
 
-    `has_begun`: whether anything of it was forecast or trained. `is_planned`: whether a time limit becomes a
-    plan. Raises RunDirectoryError for a limit that comes after the run has begun.
+    `has_begun`: whether the run was forecast or trained already. `is_planned`: whether a time limit becomes a
+    plan. Raises RunDirectoryError for a new limit after the run has begun.
     """
     if not is_planned:
         return config

@@ -1,7 +1,7 @@
-"""Forks of stored trajectories: a session with the same tokens up to a turn, and another end.
+"""Forks of stored trajectories: sessions with the same tokens up to a turn, and another continuation.
 
-trajectory --tell--> session after turn N --+--> sampled on with a model, graded         (go_on)
-             calls made again in a sandbox  +--> a journal and a directory, for a person  (hand_over)
+trajectory --replay--> session after turn N -+-> sampled to its end with a model, graded    (sample_fork)
+               calls repeated in a sandbox   +-> a journal and a directory, for a person    (create_session)
 """
 
 from __future__ import annotations
@@ -28,34 +28,34 @@ from etude.records import Task, Trajectory
 
 @dataclass(frozen=True, slots=True)
 class Fork:
-    """What is asked for. `turn`: messages of the agent that stay as they are."""
+    """Where and how to fork. `turn`: number of the agent's messages that are kept."""
 
     turn: int
     choice: ModelChoice
     task: Task
-    """Of the trajectory: see `find_task`."""
+    """The trajectory's: see `find_task`."""
     backend: str | None = None
     seed: int = 1
-    """Of the noise with which it is sampled on."""
+    """Seed of the continuation's sampling noise."""
     temperature: float | None = None
-    """None: as in the trajectory."""
+    """None: the trajectory's."""
 
 
 @dataclass(frozen=True, slots=True)
-class HandedOver:
-    """A fork that a person goes on with."""
+class ForkedSession:
+    """A fork as a session of `etude agent`, for a person to continue."""
 
     session: str
-    """For `etude agent --resume`."""
+    """Id for `etude agent --resume`."""
     directory: Path
     replay: Replay
 
 
-async def go_on(stored: Stored, fork: Fork) -> tuple[Trajectory, Replay]:
-    """Samples the trajectory on from the fork to its end, and grades it; and how the replay went.
+async def sample_fork(stored: Stored, fork: Fork) -> tuple[Trajectory, Replay]:
+    """Samples the fork to its end, and grades it; returns it with the report of the replay.
 
-    Raises ConfigError for a turn after which nothing came, UserError for a trajectory that no session can be
-    made of, InfrastructureError.
+    Raises ConfigError for a turn at which the session had ended, UserError for a trajectory that cannot be
+    made a session, InfrastructureError.
     """
     _check(stored, fork)
     async with (
@@ -63,16 +63,16 @@ async def go_on(stored: Stored, fork: Fork) -> tuple[Trajectory, Replay]:
         open_world(stored, fork.task, fork.backend, policy.registry) as world,
     ):
         session = recorded_session(stored, fork.task, policy.renderer)
-        replay = await _tell(stored, fork, session, world, None)
+        replay = await _replay_to(stored, fork, session, world, None)
         if fork.temperature is not None:
             session.params = replace(session.params, temperature=fork.temperature)
         identity = stored.trajectory.id
         session.on_prefix_miss()
-        # Longer than a rollout's key: noise of its own, whatever the seed.
+        # Longer than a rollout's key: so the noise differs from any rollout's, whatever the seed.
         key = (fork.seed, identity.group, identity.index, fork.turn)
         timings = await run_session(
             session,
-            _sampler(policy, fork.turn),
+            _sampler_of(policy, fork.turn),
             world,
             f"{identity}+{fork.turn}",
             key,
@@ -88,16 +88,16 @@ async def go_on(stored: Stored, fork: Fork) -> tuple[Trajectory, Replay]:
             image_digest=world.origin.digest,
             timings={"sample_s": timings.sample_s, "tools_s": timings.tools_s, "grade_s": world.grade_s},
         )
-    return _named(trajectory, fork.turn, outcome.verdict.passed), replay
+    return _with_identity(trajectory, fork.turn, outcome.verdict.passed), replay
 
 
-async def hand_over(stored: Stored, fork: Fork, directory: Path) -> HandedOver:
+async def create_session(stored: Stored, fork: Fork, directory: Path) -> ForkedSession:
     """Writes the fork as a session of `etude agent`: its journal, and the workspace in `directory`.
 
-    The directory must not exist, or be empty. Raises as `go_on`; then nothing is left behind.
+    The directory must not exist, or be empty. Raises as `sample_fork`, and then leaves no files.
     """
     _check(stored, fork)
-    directory = _checked_directory(directory)
+    directory = _check_directory(directory)
     task, choice = fork.task, fork.choice.to_dict()
     folder: SessionFolder | None = None
     try:
@@ -109,10 +109,10 @@ async def hand_over(stored: Stored, fork: Fork, directory: Path) -> HandedOver:
             folder = SessionFolder.create(sessions_directory(), directory, choice, "ask")
             journal = JournaledSession.create(folder.journal, session, world.context.state)
             try:
-                replay = await _tell(stored, fork, session, world, journal)
+                replay = await _replay_to(stored, fork, session, world, journal)
             finally:
                 journal.close()
-            files = await _files(world, task)
+            files = await _workspace_files(world, task)
         folder.update(test_paths=tuple(task.test_paths))
         folder.add_prompt(task.instruction, 0)
         _write(directory, files)
@@ -122,23 +122,23 @@ async def hand_over(stored: Stored, fork: Fork, directory: Path) -> HandedOver:
         raise
     if len(session.contexts) > 1:
         replay.notes.append(f"the history of full contexts ({HARNESS_DIRECTORY}/) is not handed over")
-    return HandedOver(folder.meta.id, directory, replay)
+    return ForkedSession(folder.meta.id, directory, replay)
 
 
 def _check(stored: Stored, fork: Fork) -> None:
-    """Looks at everything that can be looked at before anything is made."""
+    """Checks whatever can be checked before anything is created."""
     check_turn(stored.trajectory, fork.turn, first=0)
     check_tellable(stored.trajectory, fork.turn)
 
 
-async def _tell(
+async def _replay_to(
     stored: Stored,
     fork: Fork,
     session: AgentSession,
     world: EnvironmentSession,
     journal: JournaledSession | None,
 ) -> Replay:
-    """The session as it was after the fork's turn. Raises ConfigError if it had ended there."""
+    """Replays `session` up to the fork's turn. Raises ConfigError if it had ended there."""
     replayer = Replayer(world, world.context, next_step=world.next_step)
     replay = await tell(stored.trajectory, session, replayer, fork.turn, journal)
     if session.status is not None:
@@ -152,18 +152,18 @@ async def _tell(
     return replay
 
 
-def _sampler(policy: Policy, turns: int) -> Sampler:
+def _sampler_of(policy: Policy, turns: int) -> Sampler:
     return policy.sampler_for(lambda event: None, turns) if policy.sampler_for else policy.sampler
 
 
-def _named(trajectory: Trajectory, turn: int, passed: bool) -> Trajectory:
+def _with_identity(trajectory: Trajectory, turn: int, passed: bool) -> Trajectory:
     """The fork under an id of its own."""
     identity = replace(trajectory.id, run=f"{trajectory.id.run}+fork{turn}")
     facts = {"passed": passed, "forked_from": str(trajectory.id), "forked_at": turn}
     return renamed(trajectory, identity, facts)
 
 
-def _checked_directory(directory: Path) -> Path:
+def _check_directory(directory: Path) -> Path:
     """The directory as an absolute path. Raises ConfigError if something is there."""
     directory = directory.resolve()
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
@@ -176,8 +176,8 @@ def _checked_directory(directory: Path) -> Path:
     return directory
 
 
-async def _files(world: EnvironmentSession, task: Task) -> dict[str, bytes]:
-    """The workspace as it is now, without what the harness keeps there."""
+async def _workspace_files(world: EnvironmentSession, task: Task) -> dict[str, bytes]:
+    """The current files of the workspace, without the harness's own."""
     files = {path: text.encode() for path, text in task.files.items()}
     for path, data in (await world.diff()).items():
         if data is None:
@@ -188,7 +188,7 @@ async def _files(world: EnvironmentSession, task: Task) -> dict[str, bytes]:
 
 
 def _write(directory: Path, files: Mapping[str, bytes]) -> None:
-    """Writes the files; the directory appears only when whole. Raises ConfigError."""
+    """Writes the files; the directory appears atomically. Raises ConfigError."""
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
         with whole_directory(directory, sync=False) as whole:

@@ -1,4 +1,5 @@
-"""Who plays a run's sessions: Étude's own agent, or a foreign one against an endpoint of this process."""
+"""Opens the environment of a run: for Étude's own agent, or for a foreign one with an endpoint to sample
+from."""
 
 from __future__ import annotations
 
@@ -22,9 +23,9 @@ from etude.sandbox.network.proxy import OWN_URL
 from etude.tokens.tokenizer import Tokenizer
 
 _BODY_BYTES, _BYTES_PER_TOKEN = 4 << 20, 64
-"""A request of an agent may be as large: a whole context, as JSON escapes it, and room for the rest."""
+"""Limit of an agent's request: a whole context, as JSON escapes it, and a margin for the rest."""
 _REQUESTS = 8
-"""Of one session at once."""
+"""Limit of concurrent requests of one session."""
 
 
 @contextlib.asynccontextmanager
@@ -35,7 +36,7 @@ async def open_environment(
     limits: EpisodeLimits,
     keep_routes: KeepRoutes,
 ) -> AsyncIterator[TimedPlayer]:
-    """What runs the episodes of a run in this process; it and the backend are closed on the way out. Raises
+    """Opens the player of a run's episodes in this process; closes it and the backend at exit. Raises
     ConfigError as `check_harness`."""
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(backend.close)
@@ -55,8 +56,8 @@ async def _open_harness(
     limits: EpisodeLimits,
     keep_routes: KeepRoutes,
 ) -> TimedPlayer:
-    """A foreign agent's, with its endpoint, which `stack` closes."""
-    # FastAPI comes with them, which other runs do without.
+    """The player for a foreign agent, with its endpoint, which `stack` closes."""
+    # They import FastAPI, which other runs do not need.
     from etude.environment.harness import HarnessEnvironment
     from etude.environment.recording import LiveSessions, MapLimits, RecordingLimits
     from etude.environment.recording.server import build_app
@@ -88,7 +89,7 @@ def check_harness(config: RunConfig) -> None:
 
 
 def _show_directory(harness: HarnessConfig, backend: SandboxBackend) -> None:
-    """Has sandboxes see the directory with the agent, if one is named. Raises ConfigError."""
+    """Makes the agent's directory, if one is named, visible to sandboxes. Raises ConfigError."""
     if not harness.directory:
         return
     assert isinstance(backend, LocalBackend), "so RunConfig wants it"
@@ -106,5 +107,5 @@ def _show_directory(harness: HarnessConfig, backend: SandboxBackend) -> None:
             received=harness.directory,
             fix="name one that holds the agent and nothing private, not below /tmp, that others may read",
         ) from error
-    view.programs = ""  # the command names its own: tests find the Python that they find without it
+    view.programs = ""  # the command has full paths; tests must find the same Python as without the agent
     backend.view = view

@@ -1,4 +1,4 @@
-"""What a run's model can do on tasks that it never saw: measured at some points, and printed."""
+"""Evaluations within a run, on held-out tasks before and after reinforcement learning, for its report."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from etude.records import Task, Trajectory
 
 
 def session_text(trajectory: Trajectory) -> str:
-    """A session as people read it: each message, then what the tools answered."""
+    """A session as readable text: each message, then the tools' outputs."""
     lines: list[str] = []
     for number, turn in enumerate(trajectory.turns, 1):
         lines.append(f"[{number}] {turn.text.removesuffix('<|end|>').strip()}")
@@ -57,17 +57,17 @@ def choose_examples(
 
 
 SESSIONS_BEFORE = "sessions_before.json"
-"""Sessions of the mid-trained model, for the examples of before and after."""
+"""File of the mid-trained model's sessions, for the examples of before and after."""
 
 
 def add_stage_time(report: dict[str, Any], name: str, seconds: float) -> None:
-    """Adds to what a stage has taken, in earlier sittings too."""
+    """Adds to the time of a stage, which includes earlier sittings."""
     stages = report.setdefault("stages", {})
     stages[name] = stages.get(name, 0.0) + seconds
 
 
 class Judging:
-    """Evaluations of one sitting of a run. Puts what it finds into the run's report."""
+    """Evaluations of one sitting of a run. Adds their results to the run's report."""
 
     def __init__(
         self,
@@ -78,8 +78,8 @@ class Judging:
         stop: StopSignal,
         report: dict[str, Any],
     ) -> None:
-        """`config`: resolved. `stop`: the run's clock. `report`: filled here, and written where it says
-        so."""
+        """`config`: resolved. `stop`: the run's clock. `report`: changed in place; methods say where it is
+        written to disk."""
         self._config, self._run = config, run
         self._metrics, self._observer = metrics, observer
         self._stop, self._report = stop, report
@@ -87,13 +87,13 @@ class Judging:
     async def judge(
         self, tasks: Sequence[Task], name: str, parts: Parts, num_repeated: int = 0
     ) -> Evaluation:
-        """Figures of what is in service. `num_repeated`: how many of the tasks are played several times.
+        """Evaluates the weights in service. `num_repeated`: number of tasks that are played several times.
 
         Raises InfrastructureError if most sessions failed.
         """
         num_samples, num_repeated = self._config.evaluation.num_samples, min(num_repeated, len(tasks))
         num_sessions = 2 * len(tasks) + (num_samples - 1) * num_repeated
-        with self._showing(f"evaluation {name.replace('_', ' ')}", num_sessions) as on_end:
+        with self._show_stage(f"evaluation {name.replace('_', ' ')}", num_sessions) as on_end:
             evaluation = await evaluate_policy(
                 parts.environment,
                 parts.service,
@@ -116,8 +116,9 @@ class Judging:
         return evaluation
 
     @contextlib.contextmanager
-    def _showing(self, title: str, num_sessions: int) -> Iterator[OnEnd]:
-        """A stage of so many sessions, whose time the report counts; what it yields counts one that ended."""
+    def _show_stage(self, title: str, num_sessions: int) -> Iterator[OnEnd]:
+        """Shows a stage of `num_sessions` and adds its time to the report; yields the callback for each that
+        ends."""
         began, counted = self._stop.elapsed_s, itertools.count(1)
         with show_stage(self._observer, title, num_sessions, "session") as advance:
             yield lambda trajectory: advance(next(counted))
@@ -131,7 +132,7 @@ class Judging:
         trainer: Handle[Trainer],
         parts: Parts,
     ) -> None:
-        """The mid-trained model's figures, in the written report, but for those that an earlier sitting has.
+        """Evaluates the mid-trained model and writes the report; skips what an earlier sitting has done.
         `others`: tasks of families that are never trained on."""
         judged = self._report.get("families", {})
         lacks_families = any("before" not in judged.get(kind.name, {}) for kind in family.acting)
@@ -159,8 +160,8 @@ class Judging:
         self._run.keep_report(self._report)
 
     async def judge_families(self, family: TaskFamily, when: str, parts: Parts) -> None:
-        """Figures on the families that only acting solves, in the report, unless an earlier sitting has them.
-        `when`: "before" or "after" reinforcement learning."""
+        """Evaluates the families that only acting solves, and writes the report; skips what an earlier
+        sitting has done. `when`: "before" or "after" reinforcement learning."""
         settings, slots = self._config.evaluation, self._config.engine.num_slots
         found: dict[str, dict[str, Any]] = self._report.setdefault("families", {}) if family.acting else {}
         for kind in family.acting:
@@ -172,7 +173,7 @@ class Judging:
             label, playing = f"{self._config.name}-{name}-{when}", (parts.environment, parts.service)
             seed, samples = self._config.seed, settings.num_samples
             num_sessions = len(tasks) * (1 + samples + (MASKED_SAMPLES if kind.mask is not None else 0))
-            with self._showing(f"evaluation {name} {when}", num_sessions) as on_end:
+            with self._show_stage(f"evaluation {name} {when}", num_sessions) as on_end:
                 sides[when] = await evaluate_family(*playing, tasks, label, seed, slots, samples, on_end)
                 if kind.mask is not None:
                     masked = [kind.mask(task) for task in tasks]
@@ -184,8 +185,8 @@ class Judging:
         self._run.keep_report(self._report)
 
     def finish(self, tasks: Sequence[Task], after: Evaluation, family: Evaluation | None) -> None:
-        """Writes the report, with the trained model's figures, and examples of its sessions. `family`: on
-        tasks of families that were never trained on."""
+        """Writes the report with the trained model's figures, and examples of its sessions. `family`: results
+        on tasks of families that were never trained on."""
         self._report |= {
             "name": self._config.name,
             "seed": self._config.seed,

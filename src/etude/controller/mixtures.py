@@ -1,6 +1,6 @@
-"""One run of next-token training on a mixture of sources: what `etude pretrain` and `etude sft` share.
+"""A run of next-token training on a mixture of sources: the common part of `etude pretrain` and `etude sft`.
 
-held-out loss -> steps, with the held-out loss now and then -> held-out loss -> model, report
+held-out loss -> steps, with the held-out loss at intervals -> held-out loss -> model, report
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ from etude.training.pretraining.mixture import Mixture, Source
 from etude.training.pretraining.trainer import DraftTraining
 
 HELDOUT = "heldout"
-"""Kind of the rows of metrics that hold held-out losses, one per source."""
+"""Kind of the metric rows of held-out losses, one per source."""
 
 Stage = Literal["pretrain", "sft"]
 
 Heldout = Mapping[str, Mapping[str, Sequence[Document]]]
-"""By source and by what is measured (`loss`, `middle_loss`): documents, whose marked tokens count."""
+"""Held-out documents by source and measure (`loss`, `middle_loss`); only their marked tokens count."""
 
 
 @dataclass(frozen=True, slots=True)
 class Learner:
-    """What is trained."""
+    """The trained model with its tokenizer and draft layers."""
 
     tokenizer: Tokenizer
     model: LanguageModel
@@ -56,14 +56,14 @@ class Learner:
 
     @staticmethod
     def open(config: RunConfig, section: MixtureConfig, tokenizer: Tokenizer) -> Learner:
-        """With what training begins with. Raises as `open_model` and `open_drafts`."""
+        """The initial model and draft layers. Raises as `open_model` and `open_drafts`."""
         model = open_model(config, section, tokenizer)
         return Learner(tokenizer, model, open_drafts(config, section, model))
 
 
 @dataclass(frozen=True, slots=True)
 class Sitting:
-    """One sitting of a run."""
+    """One sitting of a run: one process from start or resumption to its end."""
 
     config: RunConfig
     stage: Stage
@@ -84,14 +84,14 @@ class Sitting:
         return Mixture(sources, section.tokens_per_step, section.pool_tokens, window, self.config.seed)
 
     def train(self, learner: Learner, mixture: Mixture, heldout: Callable[[int], Heldout]) -> dict[str, Any]:
-        """Trains to the end of the stage and returns the report. `heldout`: what is held out, for a window.
+        """Trains to the end of the stage and returns the report. `heldout`: held-out documents for a window.
 
         Raises InterruptedRunError after Ctrl-C or SIGTERM, with the state saved.
         """
-        return _Training(self, learner, mixture, heldout).go()
+        return _Training(self, learner, mixture, heldout).execute()
 
 
-def sit(
+def run_sitting(
     stage: Stage,
     config: RunConfig,
     run: RunDirectory,
@@ -99,7 +99,7 @@ def sit(
     resume: bool,
     train: Callable[[Sitting], dict[str, Any]],
 ) -> dict[str, Any]:
-    """Opens a sitting for `train` and returns its report, or that of a run which is finished already."""
+    """Runs `train` in a new sitting and returns its report, or the report of a finished run."""
     with run.lock():
         report: dict[str, Any] = (run.read_json(run.report_file) or {}) if resume else {}
         if report.get("complete"):
@@ -122,7 +122,7 @@ class _Training:
         self.tokenizer, self.model, self.drafts = learner.tokenizer, learner.model, learner.drafts
         self.mixture, self.heldout = mixture, heldout
 
-    def go(self) -> dict[str, Any]:
+    def execute(self) -> dict[str, Any]:
         drafts = None if self.drafts is None else DraftTraining(self.drafts, self.section.drafts)
         offending = self.run.path / OFFENDING
         opened = open_next_token_trainer(
@@ -190,8 +190,8 @@ class _Training:
             add_draft_layers(self.drafts, directory)
 
     def _measure(self, trainer: AnyNextTokenTrainer) -> dict[str, dict[str, float]]:
-        """Held-out losses in nats per token, by source, as far as they are finite: the report's JSON has no
-        other numbers, and the row of metrics tells them."""
+        """Held-out losses in nats per token, by source. Only finite ones are returned, for the report's JSON;
+        the metric rows have all."""
         measured: dict[str, dict[str, float]] = {}
         for name, kinds in self.heldout(self._window).items():
             losses = {kind: trainer.evaluate(documents) for kind, documents in kinds.items() if documents}
@@ -204,9 +204,9 @@ class _Training:
     def _measure_acceptance(
         self, model: LanguageModel, drafts: DraftLayers
     ) -> dict[str, list[dict[str, float]]]:
-        """Of drafts on held-out texts, by source and depth."""
+        """Acceptance of drafts on held-out texts, by source and depth."""
         return {
-            name: [asdict(one) for one in measure_acceptance(model, drafts, kinds["loss"])]
+            name: [asdict(depth) for depth in measure_acceptance(model, drafts, kinds["loss"])]
             for name, kinds in self.heldout(self._window).items()
             if kinds.get("loss")
         }
@@ -220,7 +220,7 @@ class _Training:
         return self.section.stages if isinstance(self.section, PretrainConfig) else {}
 
     def _enter_stages(self, trainer: AnyNextTokenTrainer, step: int) -> None:
-        """Gives model and mixture the window that begins with `step`, if one does."""
+        """Sets the window of model and mixture, if a stage begins with `step`."""
         for name, stage in self._stages.items():
             if stage.from_step == step:
                 trainer.set_context(extended(self.model.config, stage))
@@ -229,13 +229,13 @@ class _Training:
 
 
 def window_of(model: LanguageModel, config: RunConfig) -> int:
-    """Tokens that a sequence may have: of the model as it is now, or of one that is not defined here."""
+    """Most tokens of a sequence: the model's current window, or the configured one of a foreign model."""
     return model.config.max_positions if isinstance(model, LanguageModel) else config.model.max_positions
 
 
 def open_model(config: RunConfig, section: MixtureConfig, tokenizer: Tokenizer) -> LanguageModel:
-    """The model that training begins with: the checkpoint's, or a new one. Raises ConfigError where it does
-    not fit the tokenizer or the section, CheckpointError."""
+    """The initial model: the checkpoint's, or a new one. Raises ConfigError where it does not fit the
+    tokenizer or the section, CheckpointError."""
     if config.initial_checkpoint is None:
         model: AnyModel = build_model(config.model, tokenizer.vocab_size)
         model.initialise(config.seed)
@@ -255,7 +255,7 @@ def open_model(config: RunConfig, section: MixtureConfig, tokenizer: Tokenizer) 
             field="initial_checkpoint",
             received=config.initial_checkpoint,
         )
-    # What is not ours trains through the same packed scoring.
+    # Foreign models train through the same packed scoring.
     return cast(LanguageModel, place_model(model, config))
 
 
@@ -281,7 +281,7 @@ def open_drafts(config: RunConfig, section: MixtureConfig, model: LanguageModel)
 
 
 def check_ranks(config: RunConfig, section: MixtureConfig) -> None:
-    """Raises ConfigError for what several processes cannot train together."""
+    """Raises ConfigError for settings that training on several ranks does not support."""
     parallel, initial = config.parallel, config.initial_checkpoint
     if section.drafts.num_layers and parallel.replicate != parallel.ranks:
         raise ConfigError(
@@ -307,14 +307,14 @@ def resolve(config: RunConfig) -> RunConfig:
 
 
 def open_stop(config: RunConfig, run: RunDirectory, metrics: MetricSink, observer: Observer) -> StopSignal:
-    """What stops this sitting; earlier ones' wall time counts, as of the last checkpoint."""
+    """The stop signal of this sitting; earlier sittings' wall time counts, as of the last checkpoint."""
     newest = find_resumable(run.checkpoints / LATEST, metrics, observer)
     state = read_state(newest) if newest is not None else None
     return StopSignal(observer, config.max_wall_s, float((state or {}).get("elapsed_s", 0.0)))
 
 
 def _describe_accounts(mixture: Mixture) -> dict[str, dict[str, Any]]:
-    """As JSON reads them again."""
+    """The mixture's accounts with keys that survive JSON."""
     described: dict[str, dict[str, Any]] = {}
     for name, account in mixture.accounts().items():
         times = {str(count): number for count, number in account.times_seen.items()}

@@ -1,4 +1,4 @@
-"""The model that a run begins with, where a checkpoint is given: what it is decides the configuration."""
+"""The initial model of a run: resolves the configuration by its checkpoint, and checks that they fit."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from etude.tokens.tokenizer import TOKENIZER_FILE, Tokenizer
 
 
 def resolve_model(config: RunConfig, *, samples: bool = True) -> RunConfig:
-    """The configuration with the model of `initial_checkpoint`, if there is one: the section `model` then
-    says what its config.json says. For an architecture that is not ours only `max_positions` is known.
+    """The configuration with the section `model` taken from `initial_checkpoint`'s config.json, if there is
+    one. Of a foreign architecture only `max_positions` is known.
 
     `samples`: whether sessions may be sampled; next-token training needs neither engine nor agent.
 
-    Raises ConfigError where the rest of the configuration does not fit it, CheckpointError.
+    Raises ConfigError where the rest of the configuration does not fit the model, CheckpointError.
     """
     if config.initial_checkpoint is None:
         return config
@@ -57,9 +57,8 @@ def resolve_model(config: RunConfig, *, samples: bool = True) -> RunConfig:
 
 
 def open_model(config: RunConfig, directory: Path) -> AnyModel:
-    """The model of a directory, that a resolved run trains, in the run's number format. Where several ranks
-    train one that is defined here it has no storage: each of them reads its own part. Raises
-    CheckpointError."""
+    """Loads a model to train, in the number format of a resolved configuration. With several ranks, a model
+    that is defined here gets no storage: each rank reads its own shards. Raises CheckpointError."""
     dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
     if config.parallel.ranks == 1 or read_architecture(directory) is None:
         return load_any_model(directory, dtype)
@@ -69,8 +68,8 @@ def open_model(config: RunConfig, directory: Path) -> AnyModel:
 
 
 def check_format(config: RunConfig) -> None:
-    """Refuses, before a run directory is made, a model that cannot be spoken to as `[agent]` says. Raises
-    ConfigError."""
+    """Raises ConfigError, before a run directory is made, for a model whose chat format does not fit
+    `[agent]`."""
     agent = config.agent
     if config.initial_checkpoint is None:
         frame = (("template", agent.template, "etude"), ("grammar", agent.grammar, "xml"))
@@ -80,7 +79,7 @@ def check_format(config: RunConfig) -> None:
             ("index", agent.index if agent.index in SEARCHING else "auto", "no semantic_search"),
             ("mcp", ", ".join(agent.mcp) or "auto", "no tools of servers"),
         )
-        # A family of the user's own teaches what it likes: the tokenizer has the tags of what is offered.
+        # A user's family may teach any tools: the tokenizer has the tags of those that are offered.
         for field, received, taught in (*frame, *(tools if config.tasks.has_shipped_family else ())):
             if received not in ("auto", taught):
                 raise ConfigError(
@@ -114,7 +113,8 @@ def check_format(config: RunConfig) -> None:
 
 
 def check_routing(config: RunConfig, model: AnyModel) -> None:
-    """Refuses what the model's routers cannot do, before anything is sampled. Raises ConfigError."""
+    """Raises ConfigError, before anything is sampled, for settings that the model's routers do not
+    support."""
     rl = config.rl
     replays = rl.router_replay != "off"
     if isinstance(model, TransformersModel) and model.has_unknown_routers:
@@ -140,7 +140,7 @@ def check_routing(config: RunConfig, model: AnyModel) -> None:
 
 
 def _check_sampled(config: RunConfig, directory: Path) -> None:
-    """Our engine and other clusters sample from what is defined here. Raises ConfigError."""
+    """Raises ConfigError unless vLLM samples a foreign architecture, and no other clusters do."""
     if config.engine.backend != "vllm":
         raise ConfigError(
             f"needs an architecture that is defined here, and {directory.name}'s is not",

@@ -1,9 +1,9 @@
-"""Next-token training on several ranks, as one trainer.
+"""Next-token training distributed over several ranks, as one trainer.
 
     documents: the first rank's mixture draws ──all of a step──> every rank: its share ──> sums of gradients
-    checkpoints: every rank writes its shards, the first one the mixture's place beside them
+    checkpoints: every rank writes its shards, the first one also the mixture's state
 
-Which documents a step has does not depend on the number of ranks, and neither does what is counted of them.
+The documents of a step, and their counts, do not depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from etude.config import ModelConfig, NextTokenConfig, RunConfig
-from etude.controller.ranks import ModelPlan, OnlyHere, Rank, Ranked, open_team
+from etude.controller.ranks import FirstRankOnly, ModelPlan, Rank, Ranked, open_team
 from etude.model import LanguageModel
 from etude.training import NextTokenTrainer
 from etude.training.checkpoints import read_state
@@ -30,23 +30,27 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """What every rank makes its trainer from."""
+    """Settings from which every rank makes its trainer."""
 
     model: ModelPlan
     config: NextTokenConfig
     drafts: DraftTraining | None
-    """It travels as the first rank has it."""
+    """Sent to every rank by the first."""
     offending: Path
     asynchronous: bool
 
 
 class NextTokenRank(Rank[NextTokenTrainer]):
-    """Trains on what the first rank draws, who alone has `batches`."""
+    """One rank's trainer: it trains on the batches that the first rank draws."""
 
     def __init__(
-        self, ranks: MeshRanks, plan: _Plan, model: OnlyHere[LanguageModel], batches: OnlyHere[Batches]
+        self,
+        ranks: MeshRanks,
+        plan: _Plan,
+        model: FirstRankOnly[LanguageModel],
+        batches: FirstRankOnly[Batches],
     ) -> None:
-        """`model` and `batches`: the first rank's."""
+        """`model` and `batches`: the first rank's; the others have none."""
         own = plan.model.place(model, ranks)
         keep = plan.config.optimizer.keep_offending
         offending = OffendingBatches(plan.offending, keep, ranks.peers.rank)
@@ -67,15 +71,15 @@ class RankedNextTokenTrainer(Ranked[NextTokenTrainer, NextTokenRank]):
         drafts: DraftTraining | None,
         offending: Path,
     ) -> None:
-        """Spreads `model` over the team; from then on it is a part of itself. Raises ConfigError if it cannot
-        be spread."""
+        """Shards `model` over the team, in place: it becomes the first rank's shard. Raises ConfigError if it
+        cannot be sharded."""
         self._batches = batches
         plan = _Plan(ModelPlan.of(model), config, drafts, offending, run.checkpoint.asynchronous)
-        super().__init__(team, team.make(NextTokenRank, plan, OnlyHere(model), OnlyHere(batches)))
+        super().__init__(team, team.make(NextTokenRank, plan, FirstRankOnly(model), FirstRankOnly(batches)))
 
     @property
     def model(self) -> LanguageModel:
-        """The first rank's part of it: its weights are not whole, its configuration is."""
+        """The first rank's shard: its weights are a part, its configuration is complete."""
         return self.trainer.model
 
     @property
@@ -87,24 +91,24 @@ class RankedNextTokenTrainer(Ranked[NextTokenTrainer, NextTokenRank]):
         return self.trainer.finished
 
     def step(self) -> Mapping[str, float]:
-        return self._do(NextTokenTrainer.step, self._batches.draw())
+        return self._call_ranks(NextTokenTrainer.step, self._batches.draw())
 
     def evaluate(self, documents: Sequence[Document]) -> float:
-        return self._do(NextTokenTrainer.evaluate, documents)
+        return self._call_ranks(NextTokenTrainer.evaluate, documents)
 
     def set_context(self, config: ModelConfig) -> None:
-        self._do(NextTokenTrainer.set_context, config)
+        self._call_ranks(NextTokenTrainer.set_context, config)
 
     def whole_model(self) -> LanguageModel:
-        return self._do(NextTokenTrainer.whole_model)
+        return self._call_ranks(NextTokenTrainer.whole_model)
 
     def restore(self, directory: Path) -> None:
         """See NextTokenTrainer. Every rank reads the directory."""
-        # Only the first rank has documents: that they are others must not look like a rank that fails alone.
+        # Only the first rank has documents. Other ones than before are its own error, not a lost rank's.
         state = (read_state(directory) or {}).get("trainer", {})
         if "batches" in state:
             self._batches.load_state_dict(state["batches"])
-        self._do(NextTokenTrainer.restore, directory)
+        self._call_ranks(NextTokenTrainer.restore, directory)
 
 
 AnyNextTokenTrainer = NextTokenTrainer | RankedNextTokenTrainer
@@ -119,10 +123,10 @@ def open_next_token_trainer(
     drafts: DraftTraining | None,
     offending: Path,
 ) -> Iterator[AnyNextTokenTrainer]:
-    """A trainer on as many ranks as the run has; the others are let go on the way out.
+    """Opens a trainer on the run's number of ranks; ends the other ranks at exit.
 
-    `offending`: directory of batches whose gradient was not finite. Raises RankError if the others do not
-    come, ConfigError if the model cannot be spread.
+    `offending`: directory of batches whose gradient was not finite. Raises RankError if other ranks do not
+    join, ConfigError if the model cannot be sharded.
     """
     if run.parallel.ranks == 1:
         kept = OffendingBatches(offending, config.optimizer.keep_offending)

@@ -1,4 +1,4 @@
-"""Continued pre-training: corpora in, a model with its tokenizer out, resumable at any step."""
+"""Continued pre-training: trains a model and its tokenizer on corpora, resumable at any step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from etude.controller.mixtures import (
     Learner,
     Sitting,
     resolve,
-    sit,
+    run_sitting,
     window_of,
 )
 from etude.controller.stored import RUN_TOKENIZER
@@ -29,19 +29,19 @@ from etude.training.pretraining.sources import CorpusSource
 
 
 def check_pretraining(config: RunConfig) -> None:
-    """Refuses, before a run directory is made, what would end the run at once. Raises ConfigError for
-    sources that are not there and models that do not fit."""
+    """Raises ConfigError, before a run directory is made, for sources that do not exist and models that do
+    not fit."""
     find_sources(resolve(config).pretrain.sources)
 
 
 def pretrain(config: RunConfig, run: RunDirectory, observer: Observer, resume: bool) -> dict[str, Any]:
-    """Trains as the section `pretrain` says and returns the report, which `report.json` holds as well.
+    """Trains as the section `pretrain` says and returns the report, which is also in `report.json`.
 
-    With `resume` goes on where an earlier sitting of the same run ended, however it ended: bit for bit in as
-    many processes and threads.
+    With `resume` continues where an earlier sitting of the same run ended, however it ended: bit for bit with
+    the same number of processes and threads.
     Raises InterruptedRunError after Ctrl-C or SIGTERM, with the state saved.
     """
-    return sit("pretrain", config, run, observer, resume, _pretrain)
+    return run_sitting("pretrain", config, run, observer, resume, _pretrain)
 
 
 def _pretrain(sitting: Sitting) -> dict[str, Any]:

@@ -1,13 +1,14 @@
-"""How fast this machine is at each stage of a run: a few real steps and sessions, on a model of their own.
+"""Measures the speed of each stage of a run on this machine: a few real steps and sessions, on a separate
+model.
 
     mid-training    optimiser steps on the run's own documents
     sessions        a scripted author's messages, at the engine's pace, with real tools and grades
     RL step         the trainer on those sessions
 
-A model that has learnt nothing plays no sessions whose cost says anything, so a scripted author writes
-them: the engine samples as many tokens as each message has, and the message stands in their place. A run
-that begins with a checkpoint samples its own. Nothing here changes the run: the model is another one, and
-PyTorch's global generator is put back.
+Sessions of an untrained model do not have a realistic cost, so a scripted author writes them: the engine
+samples as many tokens as each message has, and the message replaces them. A run with an initial checkpoint
+samples its own sessions. The probe does not change the run: it uses another model, and restores PyTorch's
+global generator.
 """
 
 from __future__ import annotations
@@ -53,22 +54,21 @@ Probe = Callable[[RunConfig, LanguageModel, Tokenizer, Sequence[Document], TaskF
 _WARM_UP_STEPS = 2
 _MIDTRAIN_STEPS = (4, 12)
 _MIDTRAIN_S = 3.0
-"""Mid-training steps that are timed: the least, the most, and between them as many as this time has."""
+"""Least and most mid-training steps that are timed, and the time that bounds their number in between."""
 _MAX_GROUPS = 12
 _SAMPLING_S = 8.0
-"""Groups that are timed: as many as this time has, judged by a first one alone, which is slow."""
+"""Time that bounds the number of timed groups, estimated by a first group alone, which is slow."""
 _SCRIPTED_SHARE, _SAMPLED_SHARE = 1.3, 0.78
-"""What sessions and their training take in a run over what they take here, where a scripted author writes
-them or a checkpoint samples them. Measured with the quickstart's model, one run each: 132 s of RL and 52 s of
-evaluation where the scripted probe said 99 and 39, on a quiet machine; 87 s and 29 s where the sampled one
+"""Time of sessions and their training in a run, relative to this probe's, where a scripted author writes them
+and where a checkpoint samples them. Measured with the quickstart's model, one run each: 132 s of RL and 52 s
+of evaluation where the scripted probe said 99 and 39, on a quiet machine; 87 s and 29 s where the sampled one
 said 118 and 36, on a busy one."""
 _SCHEDULED_STEPS = 1_000
 _NAME = "probe"
 
 
 def can_probe(config: RunConfig) -> bool:
-    """Whether a probe of this process says what the run will take: one process on a CPU, our engine, and our
-    agent."""
+    """Whether a probe can forecast the run: one process on a CPU, with Étude's own engine and agent."""
     alone = config.executor == "local" and config.parallel.ranks == 1 and not config.colocated
     elsewhere = config.clusters.listen or config.elastic.router or config.engine.backend != "etude"
     elsewhere = elsewhere or config.agent.harness.command
@@ -84,13 +84,13 @@ def probe_speeds(
     family: TaskFamily,
     clock: Clock = time.perf_counter,
 ) -> Speeds:
-    """Measures, in about ten seconds. `config`: resolved. `model`: the probe's own, which it changes.
-    `documents`: of mid-training; none where the run begins with a checkpoint."""
+    """Measures the speeds, in about ten seconds. `config`: resolved. `model`: the probe's own, changed in
+    place. `documents`: of mid-training; none where the run has an initial checkpoint."""
     threads = torch.get_num_threads()
     with torch.random.fork_rng(devices=[]):
         try:
             plays = _choose_plays(config, tokenizer, family, scripted=bool(len(documents)))
-            config = _apart(config)
+            config = _without_side_effects(config)
             step_s = _time_midtraining(config, model, documents, clock) if len(documents) else 0.0
             probe = _SessionProbe(config, model, tokenizer, plays, torch.get_num_threads(), clock)
             rl_step_s, session_s = asyncio.run(probe.measure())
@@ -102,8 +102,8 @@ def probe_speeds(
 def _time_midtraining(
     config: RunConfig, model: LanguageModel, documents: Sequence[Document], clock: Clock
 ) -> float:
-    """Mean wall seconds of a step, after the first ones, which are slower, on as many threads as the first
-    ones were fastest with; these stay set."""
+    """Mean wall seconds of a step, without the slower first ones, on the number of threads that was fastest
+    in these; it stays set."""
     batches = ShuffledDocuments(documents, config.midtrain.tokens_per_step, config.seed)
     trainer, threads = NextTokenTrainer(model, batches, config.midtrain), ThreadChoice(config, model, _NAME)
     for _ in range(_WARM_UP_STEPS):
@@ -125,12 +125,12 @@ class _SessionProbe:
     model: LanguageModel
     tokenizer: Tokenizer
     plays: Sequence[tuple[Task, Messages]]
-    """The task of each group, and what a scripted author writes in it, if one does."""
+    """The task of each group, and the scripted author's messages, if there are any."""
     training_threads: int
     clock: Clock
 
     async def measure(self) -> tuple[float, float]:
-        """(an RL step, a session), in wall seconds."""
+        """Wall seconds of (an RL step, a session)."""
         rl = self.config.rl
         use_sampling_threads(self.config)
         async with open_parts(self.config, self.tokenizer, self.model) as parts:
@@ -169,8 +169,8 @@ class _SessionProbe:
         ]
 
     def _train(self, parts: Parts, groups: Sequence[Group]) -> float:
-        """Wall seconds of a training step on these groups, in each of which half counts as solved, after a
-        first one."""
+        """Wall seconds of a training step on these groups, after a first one; half of each group's sessions
+        are rewarded as solved."""
         torch.set_num_threads(self.training_threads)
         use_numerics(self.model, self.config)
         trainer = RlTrainer(self.model, self.config.rl, _NAME, parts.weights, parts.blobs.get)
@@ -192,9 +192,9 @@ def _choose_plays(
     return [(source(number), []) for number in numbers]
 
 
-def _apart(config: RunConfig) -> RunConfig:
-    """Without a store that others read, without feedback, which needs lessons, and with steps enough for
-    every schedule."""
+def _without_side_effects(config: RunConfig) -> RunConfig:
+    """The configuration without a shared weight store, without feedback, which needs lessons, and with enough
+    steps for every schedule."""
     midtrain = config.midtrain.model_copy(update={"num_steps": _SCHEDULED_STEPS})
     rl = config.rl.model_copy(update={"num_steps": _SCHEDULED_STEPS, "feedback": FeedbackConfig()})
     return config.model_copy(update={"weights": WeightsConfig(), "midtrain": midtrain, "rl": rl})
@@ -208,7 +208,7 @@ def _half_solved(group: Group) -> Group:
 
 class ScriptedSampler:
     """Implements Sampler for one session: samples as many tokens as a scripted author's next message has, and
-    puts the message in their place. Without further messages the sampler's own tokens stay."""
+    replaces them by the message. After the last message the sampler's own tokens are kept."""
 
     def __init__(self, sampler: Sampler, messages: Sequence[NDArray[np.int32]]) -> None:
         self._sampler = sampler

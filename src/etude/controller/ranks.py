@@ -1,11 +1,11 @@
-"""The RL trainer on several ranks, as one Trainer.
+"""The RL trainer distributed over several ranks, as one Trainer.
 
     loop ──> RankedTrainer ──groups, routes──> RlTrainer of every rank ──> sums of gradients ──> same update
                  └─────────── metrics, checkpoints, commits: the first rank's
 
 The first rank is the run's own process; it collects, logs and saves. To a weight store every rank publishes
-its own parts, and the first one commits; anywhere else the first one publishes all. The others see nothing
-but what it hands on, so they need neither the run's sandboxes nor its engine.
+its own shards, and the first one commits; otherwise the first one publishes all. The other ranks get all
+inputs from the first, so they need neither the run's sandboxes nor its engine.
 """
 
 from __future__ import annotations
@@ -50,20 +50,20 @@ Routes = Mapping[str, NDArray[Any]]
 
 
 def routes_of(groups: Sequence[Group], fetch: RouteFetcher) -> Routes:
-    """All routes that a step on these groups replays, for a trainer that takes it elsewhere."""
+    """All expert routes that a step on these groups replays, for a trainer in another process."""
     segments = [s for group in groups for member in group.members for s in member.segments]
     return {s.routes.url: fetch(s.routes) for s in segments if s.routes is not None}
 
 
 class StepRoutes:
-    """The expert routes that came with the step at hand."""
+    """The expert routes that were passed with the current step."""
 
     def __init__(self) -> None:
         self._routes: Routes = {}
 
     @contextlib.contextmanager
-    def given(self, routes: Routes) -> Iterator[None]:
-        """Within it the step goes on that these came with."""
+    def using(self, routes: Routes) -> Iterator[None]:
+        """Context of the step that these routes were passed with."""
         self._routes = routes
         try:
             yield
@@ -71,44 +71,45 @@ class StepRoutes:
             self._routes = {}
 
     def fetch(self, ref: BlobRef) -> NDArray[Any]:
-        """Raises StoreError for those that did not come."""
+        """Finds routes of the current step. Raises StoreError for others."""
         if ref.url not in self._routes:
             raise StoreError("these routes did not come with the step", field="routes", received=ref.url)
         return self._routes[ref.url]
 
 
-class OnlyHere(Generic[T]):
-    """Something that does not travel: on every other rank it holds None."""
+class FirstRankOnly(Generic[T]):
+    """A value that is not sent to other ranks: there it is None."""
 
     def __init__(self, value: T | None = None) -> None:
         self.value = value
 
-    def __reduce__(self) -> tuple[type[OnlyHere[T]], tuple[()]]:
-        return OnlyHere, ()
+    def __reduce__(self) -> tuple[type[FirstRankOnly[T]], tuple[()]]:
+        return FirstRankOnly, ()
 
 
 @dataclass(frozen=True, slots=True)
 class ModelPlan:
-    """What every rank makes its model from."""
+    """Settings from which every rank makes its model."""
 
     architecture: ModelConfig
     vocab_size: int
     dtype: torch.dtype
     ops: Ops
     recompute: bool
-    """Activation checkpointing: what one rank computes again in its backward pass, all must."""
+    """Activation checkpointing: all ranks must recompute the same activations in the backward pass."""
     unread: Path | None
-    """Where each rank reads its part of the weights; None: the first one has them all, and sends them."""
+    """Directory from which each rank reads its shards; None: the first one has all weights, and sends
+    them."""
 
     @staticmethod
     def of(model: LanguageModel) -> ModelPlan:
-        """For models like this one."""
+        """The settings of this model."""
         recompute, dtype = block_of(model, 0).recompute, model.embedding.dtype
         return ModelPlan(model.config, model.vocab_size, dtype, model.ops, recompute, model.unread)
 
-    def place(self, model: OnlyHere[LanguageModel], ranks: MeshRanks) -> LanguageModel:
-        """This rank's part of the first rank's `model`. Collective. Raises CheckpointError where it cannot be
-        read."""
+    def place(self, model: FirstRankOnly[LanguageModel], ranks: MeshRanks) -> LanguageModel:
+        """This rank's shard of the first rank's `model`. Collective. Raises CheckpointError where it cannot
+        be read."""
         own = model.value
         if own is None:
             with torch.device("meta"):
@@ -122,22 +123,22 @@ class ModelPlan:
 
 @dataclass(frozen=True, slots=True)
 class TrainerPlan:
-    """What every rank makes its trainer from."""
+    """Settings from which every rank makes its trainer."""
 
     model: ModelPlan
     config: RlConfig
     lineage: str
     offending: Path
     asynchronous: bool
-    """Whether checkpoints are written while training goes on."""
+    """Whether checkpoints are written while training continues."""
     weights: WeightsConfig | None
-    """The store that every rank publishes its parts to; None: the first one publishes all."""
+    """The store that every rank publishes its shards to; None: the first one publishes all."""
     options: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Saving:
-    """What goes into a checkpoint beside the trainer's own, and how it is written: the first rank's."""
+    """Contents of a checkpoint besides the trainer's own, and its writer: the first rank's."""
 
     extra: Mapping[str, Any] | None
     write: WriteCheckpoint
@@ -147,23 +148,23 @@ class Rank(Generic[TrainerT]):
     """One rank's trainer."""
 
     def __init__(self, trainer: TrainerT, *, asynchronous: bool) -> None:
-        """`asynchronous`: whether checkpoints are written while training goes on."""
+        """`asynchronous`: whether checkpoints are written while training continues."""
         self.trainer = trainer
         self._writer = FollowingWriter(asynchronous=asynchronous)
 
-    def do(self, method: Callable[..., T], *arguments: Any) -> T:
+    def call_trainer(self, method: Callable[..., T], *arguments: Any) -> T:
         """Calls a method of the trainer's class."""
         return method(self.trainer, *arguments)
 
-    def save(self, directory: Path, saving: OnlyHere[Saving], at_once: bool) -> None:
-        """Saves what the first rank saves. `at_once`: all wait until all is on disk."""
+    def save(self, directory: Path, saving: FirstRankOnly[Saving], at_once: bool) -> None:
+        """Saves this rank's part of a checkpoint. `at_once`: all ranks wait until everything is on disk."""
         how = saving.value or Saving(None, save_checkpoint if at_once else self._writer)
         self.trainer.save(directory, how.extra, how.write)
 
 
 class Ranked(Generic[TrainerT, RankT]):
-    """A trainer over a team. Every method is a step of all ranks, and raises RankError where one is lost,
-    besides what the trainer raises; the last checkpoint is whole."""
+    """A trainer over a team. Every method is collective: it runs on all ranks, and raises RankError where one
+    is lost, besides what the trainer raises; the last checkpoint stays intact."""
 
     def __init__(self, team: Team[RankT], own: RankT) -> None:
         """`own`: the first rank's."""
@@ -182,24 +183,25 @@ class Ranked(Generic[TrainerT, RankT]):
         write: WriteCheckpoint = save_checkpoint,
     ) -> None:
         """Writes the resumable checkpoint: see RlTrainer.save."""
-        self._team.call(Rank.save, directory, OnlyHere(Saving(extra, write)), write is save_checkpoint)
+        self._team.call(Rank.save, directory, FirstRankOnly(Saving(extra, write)), write is save_checkpoint)
 
-    def _do(self, method: Callable[..., T], *arguments: Any) -> T:
-        """Has every rank's trainer do the same; returns what the first one's does."""
-        return self._team.call(Rank.do, method, *arguments)
+    def _call_ranks(self, method: Callable[..., T], *arguments: Any) -> T:
+        """Calls a method of every rank's trainer; returns the first rank's result."""
+        return self._team.call(Rank.call_trainer, method, *arguments)
 
 
 class RankTrainer(Rank[RlTrainer]):
-    """With the routes that the step at hand needs."""
+    """One rank's RL trainer, with the expert routes of the current step."""
 
     def __init__(
         self,
         ranks: MeshRanks,
         plan: TrainerPlan,
-        model: OnlyHere[LanguageModel],
-        weights: OnlyHere[WeightPublisher],
+        model: FirstRankOnly[LanguageModel],
+        weights: FirstRankOnly[WeightPublisher],
     ) -> None:
-        """`model` and `weights`: the first rank's, which all start from and which it publishes to."""
+        """`model` and `weights`: the first rank's; all ranks start from the one, and it publishes to the
+        other."""
         own = plan.model.place(model, ranks)
         self._weights = _open_weights(plan.weights, weights.value, ranks)
         self._routes = StepRoutes()
@@ -217,11 +219,11 @@ class RankTrainer(Rank[RlTrainer]):
         super().__init__(trainer, asynchronous=plan.asynchronous)
 
     def step(self, groups: Sequence[Group], routes: Routes) -> Mapping[str, float]:
-        with self._routes.given(routes):
+        with self._routes.using(routes):
             return self.trainer.step(groups)
 
     def flush(self) -> None:
-        """Waits until what was published is committed."""
+        """Waits until published versions are committed."""
         if isinstance(self._weights, StoreWeights):
             self._weights.flush()
 
@@ -239,10 +241,10 @@ class RankedTrainer(Ranked[RlTrainer, RankTrainer]):
         offending: Path,
         options: Mapping[str, Any],
     ) -> None:
-        """Spreads `model` over the team; from then on it is a part of itself. For the rest see
-        `open_trainer`.
+        """Shards `model` over the team, in place: it becomes the first rank's shard. For the other arguments
+        see `open_trainer`.
 
-        Raises ConfigError if it cannot be spread.
+        Raises ConfigError if it cannot be sharded.
         """
         self._fetch_routes = fetch_routes
         self._has_store = isinstance(weights, StoreWeights)
@@ -255,15 +257,15 @@ class RankedTrainer(Ranked[RlTrainer, RankTrainer]):
             run.weights if self._has_store else None,
             options,
         )
-        super().__init__(team, team.make(RankTrainer, plan, OnlyHere(model), OnlyHere(weights)))
+        super().__init__(team, team.make(RankTrainer, plan, FirstRankOnly(model), FirstRankOnly(weights)))
 
     @property
     def model(self) -> LanguageModel:
-        """The first rank's part of it: its weights are not whole, its configuration is."""
+        """The first rank's shard: its weights are a part, its configuration is complete."""
         return self.trainer.model
 
     def whole_model(self) -> LanguageModel:
-        return self._do(RlTrainer.whole_model)
+        return self._call_ranks(RlTrainer.whole_model)
 
     @property
     def version(self) -> PolicyVersion:
@@ -278,38 +280,38 @@ class RankedTrainer(Ranked[RlTrainer, RankTrainer]):
         return self._team.call(RankTrainer.step, groups, routes_of(groups, self._fetch_routes))
 
     def publish(self) -> WeightManifest:
-        return self._do(RlTrainer.publish)
+        return self._call_ranks(RlTrainer.publish)
 
     def flush(self) -> None:
-        """Waits until what was published to a store is committed. Raises StoreError if it could not be."""
+        """Waits until versions published to a store are committed. Raises StoreError if that failed."""
         if self._has_store:
             self._team.call(RankTrainer.flush)
 
     def score(
         self, sequences: Sequence[NDArray[np.int32]], routes: Sequence[NDArray[Any]] | None = None
     ) -> list[Scores]:
-        return self._do(RlTrainer.score, sequences, routes)
+        return self._call_ranks(RlTrainer.score, sequences, routes)
 
     def restore(self, directory: Path) -> None:
         """See RlTrainer.restore. Every rank reads the directory."""
-        self._do(RlTrainer.restore, directory)
+        self._call_ranks(RlTrainer.restore, directory)
 
 
 AnyTrainer = RlTrainer | RankedTrainer
 
 
 class _NoPublisher:
-    """What ranks publish to that nobody fetches from. Implements WeightPublisher."""
+    """Discards what ranks other than the first publish. Implements WeightPublisher."""
 
     def publish(self, version: PolicyVersion, tensors: Mapping[str, Tensor]) -> WeightManifest:
-        """See WeightPublisher: names nothing."""
+        """See WeightPublisher. The manifest is empty."""
         return WeightManifest(version, (), "")
 
 
 def _open_weights(
     config: WeightsConfig | None, given: WeightPublisher | None, ranks: MeshRanks
 ) -> WeightPublisher:
-    """Where a rank publishes; `given`: the first rank's."""
+    """The publisher of a rank; `given`: the first rank's."""
     if config is None:
         return given or _NoPublisher()
     if given is None:
@@ -328,12 +330,12 @@ def open_trainer(
     offending: Path,
     **options: Any,
 ) -> Iterator[AnyTrainer]:
-    """The RL trainer of a run, on as many ranks as it has; the others are let go on the way out.
+    """Opens the RL trainer of a run on its number of ranks; ends the other ranks at exit.
 
-    Under `torchrun` they are those that it started, otherwise they are started here, on this machine, and
-    share its cores. `offending`: directory of batches whose gradient was not finite. `options`: what else
-    RlTrainer takes; it travels to every rank. Raises RankError if the others do not come, ConfigError if the
-    model cannot be spread or its routers cannot do what is asked.
+    Under `torchrun` they are those that it started; otherwise they are started here, on this machine, and
+    share its cores. `offending`: directory of batches whose gradient was not finite. `options`: further
+    arguments of RlTrainer, sent to every rank. Raises RankError if other ranks do not join, ConfigError if
+    the model cannot be sharded or its routers do not support the configuration.
     """
     check_routing(run, model)
     if run.parallel.ranks == 1:
@@ -353,7 +355,7 @@ def open_trainer(
 
 @contextlib.contextmanager
 def open_team(model: LanguageModel, run: RunConfig) -> Iterator[Team[Any]]:
-    """The ranks of a run that has several, which are let go on the way out; see `open_trainer`."""
+    """Opens the ranks of a run that has several; ends them at exit. See `open_trainer`."""
     from etude.training.parallel.mesh_ranks import check_spreadable
 
     check_spreadable(model)
@@ -371,9 +373,10 @@ def open_team(model: LanguageModel, run: RunConfig) -> Iterator[Team[Any]]:
 
 
 def follow_torchrun(run: RunConfig) -> bool:
-    """Whether this process is one that `torchrun` started to follow the first; if so, it has, to the end.
+    """Serves the first rank until the run's end, if `torchrun` started this process as another rank; returns
+    whether it did.
 
-    Raises RankError if others fail, ConfigError where the configuration names another number of ranks.
+    Raises RankError if others fail, ConfigError where the configuration has another number of ranks.
     """
     check_world(run.parallel)
     if not is_follower():

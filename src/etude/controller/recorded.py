@@ -1,6 +1,6 @@
 """Reinforcement learning on trajectories that were recorded earlier: no engine, no sandboxes, no tasks.
 
-log --take--> step --> metrics --> checkpoint: weights, optimiser and the log's cursor, all or nothing
+log --take--> step --> metrics --> checkpoint: weights, optimiser and the log's cursor, written atomically
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class RecordedSource:
         self._blobs = next((FileBlobs(routes) for routes in kept if routes.is_dir()), None)
 
     def fetch_routes(self, ref: BlobRef) -> NDArray[np.generic]:
-        """The routes of a segment. Raises ConfigError where they were not kept."""
+        """The expert routes of a segment. Raises ConfigError where they were not stored."""
         if self._blobs is None or ref.url.startswith("memory:"):
             raise ConfigError(
                 "the expert routes of these trajectories were not kept",
@@ -81,10 +81,10 @@ def resolve_recorded(config: RunConfig) -> RunConfig:
 
 
 def train_recorded(config: RunConfig, run: RunDirectory, observer: Observer, resume: bool) -> dict[str, Any]:
-    """Takes `rl.num_steps` steps on the log of `rl.stream.source`, or as many as it lasts; returns the
-    report.
+    """Takes `rl.num_steps` steps on the log of `rl.stream.source`, or fewer where it is exhausted; returns
+    the report.
 
-    With `resume` goes on from the last checkpoint. Raises InterruptedRunError after Ctrl-C or SIGTERM, with
+    With `resume` continues from the last checkpoint. Raises InterruptedRunError after Ctrl-C or SIGTERM, with
     the state saved.
     """
     with run.lock(), JsonlSink(run.metrics_file) as metrics:
@@ -96,7 +96,7 @@ def train_recorded(config: RunConfig, run: RunDirectory, observer: Observer, res
 
 
 class _RecordedRun:
-    """One sitting."""
+    """One sitting of a run on recorded trajectories."""
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class _RecordedRun:
         state: dict[str, Any],
         parts: contextlib.ExitStack,
     ) -> None:
-        """`parts`: takes what is opened, and is closed by the caller."""
+        """`parts`: owns what is opened here; the caller closes it."""
         config = resolve_numerics(resolve_model(resolve_recorded(config)))
         self._config, self._run, self._observer = resolve_compute(run, config, observer), run, observer
         self._stop, self._metrics = stop, metrics

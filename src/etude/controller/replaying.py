@@ -1,7 +1,7 @@
-"""Stored trajectories at work again: their task and sandbox are made anew, their calls once more.
+"""Replays stored trajectories: recreates their task and sandbox, and repeats their tool calls.
 
-A run keeps its configuration, and its tasks are functions of that; so a trajectory's task is made again from
-its id, and checked against the digest of the files with which it began. Tasks of other origin are named as
+A run stores its configuration, of which its tasks are a function; so a trajectory's task is recreated from
+its id, and checked against the digest of the files with which it began. Tasks of other origin are given as
 Harbor directories.
 """
 
@@ -44,7 +44,7 @@ _SPLIT = re.compile(r"(?:eval|trail)-([a-z_]+)-")
 
 
 def check_turn(trajectory: Trajectory, turn: int, first: int = 1) -> None:
-    """Raises ConfigError for the number of a turn that there was not."""
+    """Raises ConfigError for a turn that the trajectory does not have."""
     last = len(trajectory.turns)
     if not first <= turn <= last:
         raise ConfigError(
@@ -53,10 +53,10 @@ def check_turn(trajectory: Trajectory, turn: int, first: int = 1) -> None:
 
 
 def find_task(stored: Stored, directory: Path | None = None) -> Task:
-    """The task of a trajectory: of a Harbor directory, or made again as its run made it. Not within an event
-    loop.
+    """The task of a trajectory: read from a Harbor directory, or recreated as its run made it. Not to be
+    called in an event loop.
 
-    Raises TaskError where it cannot be made, or is not what it was.
+    Raises TaskError where it cannot be made, or differs from the original.
     """
     trajectory = stored.trajectory
     if directory is None:
@@ -96,7 +96,7 @@ def _made_task(stored: Stored) -> Task:
 
 
 def recorded_session(stored: Stored, task: Task, renderer: Renderer) -> AgentSession:
-    """A new session as the trajectory's was when it began. Raises ConfigError for another tokenizer."""
+    """A new session in the trajectory's initial state. Raises ConfigError for another tokenizer."""
     trajectory, config = stored.trajectory, stored.config
     first = trajectory.segments[0]
     for name, recorded, digest in (
@@ -119,16 +119,16 @@ def recorded_session(stored: Stored, task: Task, renderer: Renderer) -> AgentSes
         )
         for summary in (jittered, plain)
     ]
-    return next((one for one in sessions if one.harness_digest == trajectory.harness_digest), sessions[0])
+    return next((s for s in sessions if s.harness_digest == trajectory.harness_digest), sessions[0])
 
 
 @contextlib.asynccontextmanager
 async def open_world(
     stored: Stored, task: Task, backend: str | None, registry: Registry
 ) -> AsyncIterator[EnvironmentSession]:
-    """A fresh environment session on the task, as the run made them; it is ended on the way out.
+    """Opens a new environment session on the task, as the run made them; closes it at exit.
 
-    Raises ResourceError if sandboxes cannot be made here, ConfigError for an unknown backend.
+    Raises ResourceError if sandboxes are not available, ConfigError for an unknown backend.
     """
     config = stored.config
     limits = EpisodeLimits() if config is None else EpisodeLimits.from_config(config)
@@ -154,9 +154,9 @@ async def open_world(
 
 
 async def replay_stored(stored: Stored, task: Task, backend: str | None, turns: int | None = None) -> Replay:
-    """Makes the calls of a trajectory again in a fresh sandbox of its task, up to turn `turns`.
+    """Repeats the tool calls of a trajectory in a new sandbox of its task, up to turn `turns`.
 
-    Raises ConfigError for a turn that there was not, SandboxError if the sandbox failed.
+    Raises ConfigError for a turn that it does not have, SandboxError if the sandbox failed.
     """
     if turns is not None:
         check_turn(stored.trajectory, turns)
@@ -181,9 +181,8 @@ async def replay_stored(stored: Stored, task: Task, backend: str | None, turns: 
 def _session_of_chain(
     stored: Stored, task: Task, tokenizer: Tokenizer | None
 ) -> tuple[AgentSession | None, str]:
-    """The session of a chain, whose full contexts were kept as files that the agent may have read.
-
-    Where it cannot be had the calls are made without it, and the reason is printed.
+    """The session of a trajectory of several contexts, whose former ones were files that the agent may have
+    read. None, with a note of the reason, where it cannot be made; the calls are then repeated without it.
     """
     if len(stored.trajectory.segments) == 1 or stored.run is None:
         return None, ""

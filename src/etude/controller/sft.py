@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: sessions of agents in, a model that writes like them out."""
+"""Supervised fine-tuning: trains a model on recorded sessions of agents."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from etude.controller.mixtures import (
     Learner,
     Sitting,
     resolve,
-    sit,
+    run_sitting,
     window_of,
 )
 from etude.controller.sessions import SessionReader, split_heldout
@@ -26,7 +26,7 @@ from etude.training.pretraining.sources import SessionSource
 
 
 def check_sft(config: RunConfig) -> None:
-    """Refuses, before a run directory is made, what would end the run at once. Raises ConfigError."""
+    """Raises ConfigError, before a run directory is made, for settings with which the run cannot start."""
     resolve(config)
     for missing, field, fix in (
         (config.initial_checkpoint is None, "initial_checkpoint", "--from DIRECTORY: the model to fine-tune"),
@@ -38,7 +38,7 @@ def check_sft(config: RunConfig) -> None:
 
 
 def _choose_format(config: RunConfig) -> ChatFormat:
-    """How the model to fine-tune is spoken to."""
+    """The chat format of the model to fine-tune."""
     return agent_format(Tokenizer.load(Path(str(config.initial_checkpoint))), config.agent)
 
 
@@ -56,7 +56,7 @@ def fine_tune(config: RunConfig, run: RunDirectory, observer: Observer, resume: 
         sources, held = _open_sources(reader, config, observer)
         return sitting.train(learner, sitting.mix(sources, window), lambda _: held)
 
-    return sit("sft", config, run, observer, resume, train)
+    return run_sitting("sft", config, run, observer, resume, train)
 
 
 def _open_sources(
@@ -75,7 +75,7 @@ def _open_sources(
 
 
 def _some(documents: Sequence[Document], most_tokens: int) -> list[Document]:
-    """The first documents of so many tokens together; one at least, if there are any."""
+    """The first documents, up to `most_tokens` together; at least one, if there are any."""
     found: list[Document] = []
     for document in documents:
         most_tokens -= len(document.tokens)

@@ -1,4 +1,4 @@
-"""What is looked at before a run has a directory."""
+"""Checks of a configuration before a run gets a directory."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ from etude.weights import check_store
 
 
 def check_start(config: RunConfig, observer: Observer | None = None) -> None:
-    """Refuses, before a run directory is made, what would end the run sooner or later. `observer` sees tasks
-    of a directory being checked.
+    """Checks, before a run directory is made, whatever would make the run fail later. `observer`: shows the
+    progress of checking a directory's tasks.
 
-    Raises ConfigError for an initial checkpoint that is none, does not fit or cannot be spoken to as asked,
+    Raises ConfigError for an initial checkpoint that is none, does not fit or has another chat format,
     experts that cannot be divided so, a term of the reward that cannot be computed, sandboxes in which a
-    foreign harness cannot be run, vLLM that is neither installed nor named, a Ray cluster or any sandbox
-    server that does not answer; StoreError for a weight store whose scheme is not known, that does not answer
-    or that may not be written; ResourceError for a device, for kernels or for sandboxes that cannot be had,
-    or parts that do not fit this machine.
+    foreign harness cannot run, vLLM that is neither installed nor named, a Ray cluster or any sandbox server
+    that does not answer; StoreError for a weight store whose scheme is not known, that does not answer or
+    cannot be written; ResourceError for a device, kernels or sandboxes that are not available, or parts that
+    do not fit this machine.
     """
     config = resolve_numerics(resolve_model(config))
     check_format(config)
@@ -70,11 +70,11 @@ def check_start(config: RunConfig, observer: Observer | None = None) -> None:
 
 
 def resolve_run_servers(config: RunConfig) -> RunConfig:
-    """The configuration with what its MCP servers offer, each of which is started once: those of sandboxes
-    among the files of the run's first task.
+    """The configuration with its MCP servers' tools. Starts each server once: those of sandboxes among the
+    files of the run's first task.
 
     Raises InfrastructureError for a server that does not start or answer, ConfigError for tools that it does
-    not have, ResourceError where no sandboxes can be made.
+    not have, ResourceError where sandboxes are not available.
     """
     if not config.agent.mcp:
         return config
@@ -87,12 +87,12 @@ def resolve_run_servers(config: RunConfig) -> RunConfig:
 def resolve_servers(
     agent: AgentConfig, open_backend: Callable[[], SandboxBackend], find_task: Callable[[], Task | None]
 ) -> AgentConfig:
-    """The section `agent` with what its MCP servers offer. `find_task`: in whose sandbox they are started.
-    Raises as `resolve_run_servers`."""
-    unknown = [one for one in agent.mcp.values() if not one.described]
+    """The section `agent` with its MCP servers' tools. `find_task`: the task in whose sandbox they are
+    started. Raises as `resolve_run_servers`."""
+    unknown = [server for server in agent.mcp.values() if not server.described]
     if not unknown:
         return agent
-    in_sandbox = any(one.is_in_sandbox for one in unknown)
+    in_sandbox = any(server.is_in_sandbox for server in unknown)
     task = find_task() if in_sandbox else None
 
     async def ask() -> AgentConfig:

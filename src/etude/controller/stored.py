@@ -1,4 +1,4 @@
-"""Trajectories that are stored, and the run that they are from: without anything of its model."""
+"""Stored trajectories and the runs that they are from. Does not load models."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from etude.records import Trajectory
 from etude.tokens.tokenizer import TOKENIZER_FILE, Tokenizer
 
 RUN_TOKENIZER = "tokenizer"
-"""Directory of a run that trained one."""
+"""Directory of the tokenizer in a run that trained one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A trajectory, and the run that it is from, if that is known."""
+    """A stored trajectory, and its run, if that is known."""
 
     trajectory: Trajectory
     run: RunDirectory | None = None
@@ -28,7 +28,7 @@ class Stored:
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """What turns its tokens into text, if the run has kept it and they are its."""
+        """The run's tokenizer, if it is stored and is the trajectory's."""
         tokenizer = None if self.run is None else run_tokenizer(self.run)
         digests = {segment.tokenizer_digest for segment in self.trajectory.segments}
         return tokenizer if tokenizer is not None and digests <= {tokenizer.digest} else None

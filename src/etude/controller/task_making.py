@@ -1,4 +1,4 @@
-"""Tasks from a project, made in the sandboxes that a run's configuration names."""
+"""Makes tasks from a project, in the sandboxes that a run's configuration names."""
 
 from __future__ import annotations
 

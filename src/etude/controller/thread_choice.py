@@ -1,11 +1,11 @@
-"""How many threads a stage of training runs on: found on the stage's own first steps.
+"""Chooses the number of compute threads of a training stage, measured on the stage's own steps.
 
     step 0 warms up ──> 1, 2, 4 ... threads in turn, five steps each ──> the least median time per token
                                           (or more threads, where that takes hardly longer)
 
-The number changes no bit of a run (see `training.threads`), so the steps that are measured are the run's own.
-Two virtual cores may be one core's worth or two, as others use them: it is measured again now and then, by
-each stage, and when a run is resumed.
+The number does not change a run's results (see `training.threads`), so the run's own steps are measured. Two
+virtual cores may perform as one core or two, depending on other users of the machine: it is measured again at
+intervals, by each stage, and when a run is resumed.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from etude.model import LanguageModel
 
 _ROUNDS = 5
 _TIE = 1.05
-"""Up to so many times the least time, more threads are taken: they gain more when others leave."""
+"""More threads are chosen up to this multiple of the least time: they gain more when other programs end."""
 _STEPS_BETWEEN = 200
-"""From one measurement to the next."""
+"""Steps from one measurement to the next."""
 
 
 class ThreadChoice:
-    """The threads of one stage."""
+    """The number of threads of one stage."""
 
     def __init__(
         self,
@@ -38,9 +38,9 @@ class ThreadChoice:
         say: Callable[[str], None] = lambda _: None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`config`: resolved. `model`: what is trained. At most as many threads as are set now; there is no
-        choice with a configured number, on one core, and where threads do not share micro-batches: with
-        several ranks, on a GPU, of transformers' models. `title`: of the stage, for people."""
+        """`config`: resolved. `model`: the trained one. At most the current number of threads is used; there
+        is no choice with a configured number, on one core, and where threads do not share micro-batches: with
+        several ranks, on a GPU, for models of transformers. `title`: of the stage, for messages."""
         limit = torch.get_num_threads()
         elsewhere = (
             config.parallel.ranks > 1 or config.device != "cpu" or not isinstance(model, LanguageModel)
@@ -49,14 +49,15 @@ class ThreadChoice:
         self._counts = [] if fixed else [n for n in (1, 2, 4, 8, 16) if n < limit] + [limit]
         self._title, self._say, self._clock = title, say, clock
         self._times: list[float] = []
-        """Seconds per token of the measured steps, the counts in turn."""
+        """Seconds per token of the measured steps, cycling through `_counts`."""
         self._wait = 1
         """Steps until measuring begins; the first one warms up."""
         self.chosen = 0 if len(self._counts) > 1 else limit
-        """0 until it has been measured for the first time."""
+        """The number of threads; 0 until the first measurement is complete."""
 
     def step(self, take: Callable[[], Mapping[str, float]]) -> Mapping[str, float]:
-        """Takes a step, which returns its metrics, on as many threads as its turn is."""
+        """Calls `take`, which takes a step and returns its metrics, on the chosen or measured number of
+        threads."""
         before, began = torch.get_num_threads(), self._clock()
         measures = len(self._counts) > 1 and not self._wait
         turn = self._counts[len(self._times) % len(self._counts)] if measures else self.chosen
@@ -81,12 +82,13 @@ class ThreadChoice:
         if len(self._times) < _ROUNDS * size:
             return
         rounds = [self._times[first : first + size] for first in range(0, len(self._times), size)]
-        # Against the same round's first: one that was slow altogether says nothing of threads.
-        ratios = [statistics.median(one[place] / one[0] for one in rounds) for place in range(size)]
+        # Relative to the same round's first, so that a round that was slow altogether has no effect.
+        ratios = [statistics.median(times[place] / times[0] for times in rounds) for place in range(size)]
         most = _TIE * min(ratios)
         chosen = max(count for count, ratio in zip(self._counts, ratios, strict=True) if ratio <= most)
         if chosen != self.chosen:
-            shown = ", ".join(f"{1 / one:.2f} on {n}" for one, n in zip(ratios, self._counts, strict=True))
+            pairs = zip(ratios, self._counts, strict=True)
+            shown = ", ".join(f"{1 / ratio:.2f} on {count}" for ratio, count in pairs)
             self._say(
                 f"{self._title}: {chosen} of {self._counts[-1]} threads (relative speed: {shown}; "
                 f"within {_TIE - 1:.0%} the most threads are taken)"

@@ -1,4 +1,4 @@
-"""Tokens per second inside the run, and where its wall time went."""
+"""Throughput of the RL stage: tokens per second, and the distribution of its wall time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from etude.inference import EngineCounters, ServiceTimes, StepSums
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What has been counted so far."""
+    """Counters and times of a run at one moment."""
 
     counters: EngineCounters
     service: ServiceTimes
@@ -27,7 +27,7 @@ class Snapshot:
 
     @classmethod
     def of(cls, parts: Parts, loop: ReinforcementLoop) -> Snapshot:
-        """As it is now."""
+        """The current counters and times."""
         service, environment = parts.service, copy.copy(parts.environment.times)
         counters, times = copy.copy(service.counters), copy.deepcopy(service.times)
         return cls(counters, times, environment, loop.utilisation.total)
@@ -42,8 +42,8 @@ def throughput_figures(began: Snapshot, ended: Snapshot, loop: ReinforcementLoop
 
 
 def part_seconds(parts: Parts) -> dict[str, float]:
-    """What engines and sandboxes have spent so far, those of sandboxes side by side; and of several engines
-    how often a session moved from one to another, as its tools had taken their time."""
+    """Seconds that engines and sandboxes have spent so far, summed over concurrent sandboxes; and with
+    several engines how often a session moved to another one after its tools had run."""
     environment = parts.environment.times
     seconds = {"tools_s": environment.tools_s, "grade_s": environment.grade_s}
     if parts.service.counters.steps:
@@ -72,7 +72,7 @@ def _common_figures(began: Snapshot, ended: Snapshot, loop: LoopTimes) -> dict[s
 
 
 def _token_figures(began: EngineCounters, ended: EngineCounters, loop: LoopTimes) -> dict[str, float]:
-    """What is known of any engine; of vLLM, whose steps are its own, only this, and of answered messages."""
+    """Figures that every engine provides; vLLM provides only these, and of answered messages only."""
     decode_tokens = ended.decode_tokens - began.decode_tokens
     return {
         "sampled_tokens_per_rollout_s": decode_tokens / loop.rollout_s if loop.rollout_s else 0.0,
@@ -83,9 +83,9 @@ def _token_figures(began: EngineCounters, ended: EngineCounters, loop: LoopTimes
 
 
 def _step_figures(began: Snapshot, ended: Snapshot, loop: LoopTimes) -> dict[str, float]:
-    """Rates in tokens per second of the time that our engine was at it.
+    """Rates in tokens per second of the time that Étude's engine spent on each.
 
-    A step that prefills also decodes: `split_step_times` shares its time out.
+    A step that prefills also decodes: `split_step_times` divides its time.
     """
     decode_tokens = ended.counters.decode_tokens - began.counters.decode_tokens
     prefill_tokens = ended.counters.prefill_tokens - began.counters.prefill_tokens
@@ -104,9 +104,9 @@ def _step_figures(began: Snapshot, ended: Snapshot, loop: LoopTimes) -> dict[str
 def split_step_times(steps: StepSums, elapsed_s: float) -> tuple[float, float]:
     """(decode seconds, prefill seconds) of engine steps that took `elapsed_s`; they add up to it.
 
-    Least squares over all steps: a fixed cost per step and one per decoded token, which are decoding's, a
-    fixed cost for prefilling at all and one per prefilled token, which are prefill's. Steps that did only one
-    of them are as they are.
+    Least squares over all steps: a fixed cost per step and one per decoded token count as decoding, a fixed
+    cost of a prefill and one per prefilled token as prefill. Steps that did only one of them count as
+    measured.
     """
     fixed, per_token, *_ = np.linalg.lstsq(steps.gram, steps.moment, rcond=None)[0]
     estimate = fixed * steps.mixed_steps + per_token * steps.mixed_decode_tokens

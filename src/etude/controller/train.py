@@ -114,7 +114,7 @@ def train(
             state = (read_state(newest) or {}) if newest is not None else {}
             limit_s = 0.0 if with_forecast else config.max_wall_s
             with StopSignal(observer, limit_s, float(state.get("elapsed_s", 0.0))) as stop:
-                return _Run(config, run, observer, stop, metrics, report, newest, state, probe).go()
+                return _Run(config, run, observer, stop, metrics, report, newest, state, probe).execute()
 
 
 def _has_checkpoints(run: RunDirectory) -> bool:
@@ -145,7 +145,7 @@ class _Run:
         """Starts the parts of a run that are in processes or threads of their own."""
         self.family = open_family(config, observer)
 
-    def go(self) -> dict[str, Any]:
+    def execute(self) -> dict[str, Any]:
         for words in self.family.notes:
             self.observer.say(words)
         self.config = resolve_numerics(resolve_model(self.config))
@@ -232,7 +232,7 @@ class _Run:
         source = self.family.source()
         num_groups = source.end if isinstance(source, EpochSource) else None
         forecast = Forecast.of(self.config, *measured, num_groups)
-        self.observer.say(forecast.words())
+        self.observer.say(forecast.describe())
         self.run.update_environment({"forecast": forecast.to_json()})
         self.report["forecast_s"] = forecast.total_s
         self.run.keep_report(self.report)

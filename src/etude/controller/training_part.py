@@ -97,7 +97,7 @@ class TrainingPart:
 
     def step(self, groups: Sequence[Group], routes: Routes | None = None) -> Mapping[str, float]:
         """See Trainer.step. `routes`: of the groups, where the call comes from another process."""
-        with self._routes.given(routes or {}):
+        with self._routes.using(routes or {}):
             return self._threads.step(lambda: self._trainer.step(groups))
 
     def offload_states(self) -> None:
