@@ -20,7 +20,7 @@ from typer.testing import Result
 
 from etude.cli.agent_input import Lines
 from etude.cli.agent_terminal import TerminalFace, TerminalUser
-from etude.controller.agent.events import CallDone, CallRuns, CallsMade
+from etude.controller.agent.events import CallsRequested, ToolCallEnded, ToolCallStarted
 from etude.records import ToolCall, ToolResult
 from etude.sandbox.backends import open_backend
 from tests.cli.agent_scripts import (
@@ -85,7 +85,7 @@ def test_characters_that_no_terminal_has_are_shown_all_the_same() -> None:
     with io.TextIOWrapper(written, "utf-8") as file:
         face = TerminalFace(console := Console(file=file, width=80), console)
         call = ToolCall("read_file", {"path": "half \ud83d, byte \udcff"})
-        face.emit(CallDone(1, 0, call, ToolResult("é")))
+        face.emit(ToolCallEnded(1, 0, call, ToolResult("é")))
         file.flush()
         assert written.getvalue().decode() == "✓ read_file half \ufffd, byte \ufffd\n  é\n"
 
@@ -95,13 +95,13 @@ def test_calls_of_a_turn_that_was_stopped_are_not_shown_as_running_later() -> No
     face = TerminalFace(console, console)
     calls = tuple(ToolCall("run_command", {"command": name}) for name in ("first", "second"))
     for position, call in enumerate(calls):
-        face.emit(CallRuns(1, position, call))
+        face.emit(ToolCallStarted(1, position, call))
     face.hide_running()
     written.seek(0)
     written.truncate()
-    face.emit(CallsMade(2, calls[:1]))
-    face.emit(CallRuns(2, 0, calls[0]))
-    face.emit(CallDone(2, 0, calls[0], ToolResult("done")))
+    face.emit(CallsRequested(2, calls[:1]))
+    face.emit(ToolCallStarted(2, 0, calls[0]))
+    face.emit(ToolCallEnded(2, 0, calls[0], ToolResult("done")))
     face.hide_running()
     assert "first" in written.getvalue() and "second" not in written.getvalue()
 
@@ -111,7 +111,7 @@ def test_what_happens_during_a_question_is_shown_after_its_answer() -> None:
 
     class Typed(Lines):
         async def read(self) -> str | None:
-            face.emit(CallDone(1, 0, ToolCall("run_command", {"command": "first"}), ToolResult("done")))
+            face.emit(ToolCallEnded(1, 0, ToolCall("run_command", {"command": "first"}), ToolResult("done")))
             return "y"
 
     console = Console(file=(written := io.StringIO()), width=80)

@@ -9,14 +9,14 @@ from etude.cli.agent_output import EXIT_CLOSED_PIPE
 from etude.controller.agent import trees
 from etude.controller.agent.approval import MODES
 from etude.controller.agent.events import (
-    CallDone,
-    CallRuns,
-    CallsMade,
-    Ended,
+    AgentText,
+    CallsRequested,
     FilesChanged,
     MessageEnded,
-    Noted,
-    Said,
+    Notice,
+    RunEnded,
+    ToolCallEnded,
+    ToolCallStarted,
     event_document,
 )
 from etude.records import Status, ToolCall, ToolResult
@@ -38,9 +38,10 @@ def test_the_modes_and_events_on_the_page_are_those_there_are() -> None:
     assert re.findall(r"^\| `([a-z-]+)` \| (?:not )?asked", PAGE, re.MULTILINE) == list(MODES)
     call, result = ToolCall("x"), ToolResult("")
     made = (
-        Said(""), Said("", "reasoning"), Said("", "summary"), MessageEnded(), CallsMade(1, ()),
-        CallRuns(1, 0, call), CallDone(1, 0, call, result), FilesChanged(1, (), True, {}),
-        Noted(""), Noted("", "retry"), Noted("", "context"), Ended(Status.DONE, ""),
+        AgentText(""), AgentText("", "reasoning"), AgentText("", "summary"), MessageEnded(),
+        CallsRequested(1, ()), ToolCallStarted(1, 0, call), ToolCallEnded(1, 0, call, result),
+        FilesChanged(1, (), True, {}),
+        Notice(""), Notice("", "retry"), Notice("", "context"), RunEnded(Status.DONE, ""),
     )  # fmt: skip
     table = PAGE[PAGE.index("| `event` |") : PAGE.index("| exit code |")]
     for event in made:

@@ -8,7 +8,7 @@ from typing import Any
 
 from etude.agent import Registry, ToolLimits, registry_named
 from etude.agent.endpoint_messages import byte_tokenizer
-from etude.controller.agent.conversation import Conversation, Face, open_conversation
+from etude.controller.agent.conversation import Conversation, Frontend, open_conversation
 from etude.controller.agent.events import AgentEvent
 from etude.controller.agent.folders import SessionFolder
 from etude.controller.agent.models import Policy, people_session_limits
@@ -86,7 +86,7 @@ async def conversing(
     )
     emit = events.append if events is not None else lambda event: None
     policy = make_policy(turns, sampler)
-    face = Face(emit, ask)
+    face = Frontend(emit, ask)
     async with open_conversation(
         folder, tree, policy, backend or MemoryBackend(), face, mode
     ) as conversation:

@@ -16,7 +16,7 @@ from etude.agent import LocalWorkspace, ToolContext, run_session
 from etude.agent.session import AgentSession
 from etude.controller.agent.approval import Approver
 from etude.controller.agent.changes import TurnChange
-from etude.controller.agent.events import CallDone, Ended, FilesChanged, Noted, Said
+from etude.controller.agent.events import AgentText, FilesChanged, Notice, RunEnded, ToolCallEnded
 from etude.controller.agent.folders import SessionFolder, list_sessions
 from etude.errors import ConfigError, SamplerError, StoreError
 from etude.records import Status, ToolCall, ToolErrorClass, TrajectoryId
@@ -69,7 +69,7 @@ def test_changes_reach_the_repository_as_each_turn_ends(root: Path) -> None:
     changed = [event for event in events if isinstance(event, FilesChanged)]
     assert [(one.turn, one.written, dict(one.kept_back)) for one in changed] == [(2, True, {})]
     assert "-    total = 1\n+    total = 0\n" in changed[0].files[1].diff()
-    assert isinstance(events[-1], Ended)
+    assert isinstance(events[-1], RunEnded)
 
 
 def test_a_preview_writes_nothing_until_it_is_told_to(root: Path) -> None:
@@ -130,7 +130,7 @@ def test_what_the_person_changed_meanwhile_is_seen_and_never_overwritten(root: P
             await conversation.say("fix it")
 
     run(go())
-    outputs = [event.result.output for event in events if isinstance(event, CallDone)]
+    outputs = [event.result.output for event in events if isinstance(event, ToolCallEnded)]
     assert "total = 1" in outputs[0]
     assert outputs[1] == "1\tmine"
     # The agent's edit stands on what the person wrote.
@@ -179,7 +179,7 @@ def test_modes_ask_about_what_they_should(root: Path) -> None:
         ) as one:
             await one.say("fix it")
             await one.undo()
-        return [event.result for event in events if isinstance(event, CallDone)]
+        return [event.result for event in events if isinstance(event, ToolCallEnded)]
 
     results = run(go("ask"))
     assert asked == ["edit_lines", "write_file"]
@@ -286,8 +286,8 @@ def test_a_session_is_taken_up_where_it_was_left(root: Path) -> None:
             await second.say("look again")
             await second.undo()
             await second.undo()
-        assert [event.text for event in events if isinstance(event, Said)] == []
-        outputs = [event.result.output for event in events if isinstance(event, CallDone)]
+        assert [event.text for event in events if isinstance(event, AgentText)] == []
+        outputs = [event.result.output for event in events if isinstance(event, ToolCallEnded)]
         assert "total = 0" in outputs[0]
         return first.id
 
@@ -328,7 +328,7 @@ def die(*_, **__):
 async def go():
     async with conversing(root, [[READ], [MEND, MAKE], [FINISH]]) as conversation:
         if where == "before":
-            workspace.MirroredWorkspace.settle = die
+            workspace.MirroredWorkspace.finish_turn = die
         elif where == "half":
             write = mirror.Mirror.write
             async def once(self, path, after):
@@ -336,12 +336,12 @@ async def go():
                 die()
             mirror.Mirror.write = once
         elif where == "after":
-            settle = workspace.MirroredWorkspace.settle
+            settle = workspace.MirroredWorkspace.finish_turn
             async def then(self, turn, results):
                 await settle(self, turn, results)
                 if turn == 2:
                     die()
-            workspace.MirroredWorkspace.settle = then
+            workspace.MirroredWorkspace.finish_turn = then
         await conversation.say("fix it")
 asyncio.run(go())
 """
@@ -360,7 +360,7 @@ def test_a_session_survives_a_kill_in_the_middle_of_a_turn(root: Path, where: st
     async def go() -> np.ndarray:
         async with conversing(root, [[READ], [MEND, MAKE], [FINISH]], resume=identity) as conversation:
             assert conversation.is_open
-            assert (await conversation.go_on()).status is Status.DONE
+            assert (await conversation.resume()).status is Status.DONE
             results = [
                 result.output for turn in conversation.journal.session.turns for result in turn.results
             ]
@@ -474,7 +474,7 @@ def test_too_large_a_change_is_told_and_nothing_is_written(root: Path) -> None:
 
     run(go())
     assert text(root) == TALLY
-    assert any("nothing was written" in event.text for event in events if isinstance(event, Noted))
+    assert any("nothing was written" in event.text for event in events if isinstance(event, Notice))
 
 
 def test_a_thousand_files_are_mirrored_quickly(root: Path) -> None:
@@ -515,7 +515,7 @@ def test_what_git_ignores_does_not_come_in_by_its_name(root: Path) -> None:
             assert conversation.changes() == ()
 
     run(go())
-    outputs = [event.result.output for event in events if isinstance(event, CallDone)]
+    outputs = [event.result.output for event in events if isinstance(event, ToolCallEnded)]
     assert outputs[0].startswith("error: ")
     assert outputs[1].startswith("error: ")
     assert outputs[2] == "1\tmade meanwhile"

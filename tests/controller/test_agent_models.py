@@ -10,7 +10,7 @@ from etude.agent import AgentSession, core_registry
 from etude.agent.endpoint_messages import byte_tokenizer
 from etude.agent.journal import replay
 from etude.config import ModelConfig, parse_config
-from etude.controller.agent.conversation import Face, open_conversation
+from etude.controller.agent.conversation import Frontend, open_conversation
 from etude.controller.agent.folders import SessionFolder
 from etude.controller.agent.models import ModelChoice, open_policy
 from etude.controller.agent.trees import DirectoryTree
@@ -58,7 +58,7 @@ def speak(root: Path, choice: ModelChoice) -> tuple[Status, str, np.ndarray]:
         async with asyncio.timeout(60), open_policy(choice, one_shot=True) as policy:
             tree = DirectoryTree(root / "repo")
             folder = SessionFolder.create(root / "sessions", tree.root, choice.to_dict(), "full")
-            face = Face(lambda event: None)
+            face = Frontend(lambda event: None)
             async with open_conversation(folder, tree, policy, MemoryBackend(), face, "full") as conversation:
                 outcome = await conversation.say("hello")
             session, _ = replay(folder.journal, policy.renderer)

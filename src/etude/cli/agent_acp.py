@@ -56,7 +56,7 @@ from etude.controller.agent.approval import MODE_HELP, MODES, Answer
 from etude.controller.agent.conversation import (
     STOPPED_BY_USER,
     Conversation,
-    Face,
+    Frontend,
     Outcome,
     open_conversation,
 )
@@ -357,7 +357,7 @@ class EditorAgent:
         sandbox = replace(self._sandbox, in_place=folder.meta.in_place)
         # In place the tools see the disk, and so does the editor.
         tree = disk if sandbox.in_place else EditorTree(disk, self._client, one.id, fs)
-        face = Face(one.emit, one.allow, one)
+        face = Frontend(one.emit, one.allow, one)
         if (disk.root, sandbox) not in self._backends:
             notes: list[str] = []
             opened = await open_surroundings(sandbox, disk.root, notes.append)

@@ -10,7 +10,7 @@ from acp import update_agent_message_text, update_agent_thought_text, update_use
 from etude.cli.agent_acp_updates import Updates
 from etude.controller.agent.changes import TurnChange
 from etude.controller.agent.conversation import Conversation
-from etude.controller.agent.events import CallDone, CallsMade, FilesChanged
+from etude.controller.agent.events import CallsRequested, FilesChanged, ToolCallEnded
 from etude.records import Turn
 
 
@@ -40,8 +40,8 @@ def _turn(
         yield update_agent_thought_text(message.reasoning)
     if message.text:
         yield update_agent_message_text(message.text)
-    yield from updates.of(CallsMade(number, turn.calls, conversation.policy.registry.schemas))
+    yield from updates.of(CallsRequested(number, turn.calls, conversation.policy.registry.schemas))
     for place, (call, result) in enumerate(zip(turn.calls, turn.results, strict=False)):
-        yield from updates.of(CallDone(number, place, call, result))
+        yield from updates.of(ToolCallEnded(number, place, call, result))
     for change in changes:
         yield from updates.of(FilesChanged(number, change.files, change.written, {}))

@@ -24,12 +24,12 @@ from etude.cli.agent_calls import KINDS, call_preview, call_title
 from etude.controller.agent.changes import FileChange
 from etude.controller.agent.events import (
     AgentEvent,
-    CallDone,
-    CallRuns,
-    CallsMade,
+    AgentText,
+    CallsRequested,
     FilesChanged,
-    Noted,
-    Said,
+    Notice,
+    ToolCallEnded,
+    ToolCallStarted,
 )
 from etude.records import ToolCall, ToolResult
 
@@ -42,23 +42,23 @@ class Updates:
     def __init__(self, root: Path, todos: Callable[[], Sequence[Todo]]) -> None:
         self._root = root
         self._todos = todos
-        self._made = CallsMade(0, ())
+        self._made = CallsRequested(0, ())
         self._results: dict[int, ToolResult] = {}
 
     def of(self, event: AgentEvent) -> list[Any]:
         """The updates that tell of one event."""
         match event:
-            case Said(text, kind):
+            case AgentText(text, kind):
                 update = update_agent_message_text if kind == "text" else update_agent_thought_text
                 return [update(text)]
-            case Noted(text, _):
+            case Notice(text, _):
                 return [update_agent_thought_text(f"[{text}]\n")]
-            case CallsMade():
+            case CallsRequested():
                 self._made, self._results = event, {}
                 return [self._started(place, call) for place, call in enumerate(event.calls) if call.name]
-            case CallRuns(turn, position, _):
+            case ToolCallStarted(turn, position, _):
                 return [update_tool_call(call_id(turn, position), status="in_progress")]
-            case CallDone():
+            case ToolCallEnded():
                 return self._done(event)
             case FilesChanged():
                 return self._changed(event)
@@ -90,7 +90,7 @@ class Updates:
             raw_input=self._made.arguments(call),
         )
 
-    def _done(self, event: CallDone) -> list[Any]:
+    def _done(self, event: ToolCallEnded) -> list[Any]:
         self._results[event.position] = event.result
         if not event.call.name:
             return []

@@ -20,7 +20,7 @@ from etude.controller.agent.changes import diff_text
 from etude.controller.agent.conversation import (
     STOPPED_BY_USER,
     Conversation,
-    Face,
+    Frontend,
     Outcome,
     open_conversation,
 )
@@ -119,7 +119,7 @@ class _Program:
             return self._once(conversation, self._asked.instruction)
         if conversation.is_open:
             self._note("continuing where the session was interrupted")
-            self._turn(conversation, conversation.go_on())
+            self._turn(conversation, conversation.resume())
         return self._converse(conversation)
 
     def _check_instruction(self) -> None:
@@ -169,7 +169,7 @@ class _Program:
             folder = SessionFolder.create(root, tree.root, choice.to_dict(), mode, sandbox.in_place)
         elif asked.choice is not None:
             folder.update(model=choice.to_dict())
-        face = Face(self._emit, self._user.allow, self._user)
+        face = Frontend(self._emit, self._user.allow, self._user)
         mode = self._mode(folder.meta.mode)
         opening = open_conversation(folder, tree, policy, backend, face, mode, around, asked.max_turns)
         conversation = await enter(opening)

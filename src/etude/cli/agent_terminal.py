@@ -18,14 +18,14 @@ from etude.cli.agent_input import Lines
 from etude.cli.output import shown
 from etude.controller.agent.events import (
     AgentEvent,
-    CallDone,
-    CallRuns,
-    CallsMade,
-    Ended,
+    AgentText,
+    CallsRequested,
     FilesChanged,
     MessageEnded,
-    Noted,
-    Said,
+    Notice,
+    RunEnded,
+    ToolCallEnded,
+    ToolCallStarted,
 )
 from etude.errors import UserAbortedError
 from etude.records import Status, ToolCall
@@ -60,26 +60,26 @@ class TerminalFace:
             self._held.append(event)
             return
         match event:
-            case Said():
+            case AgentText():
                 self._say(event)
             case MessageEnded():
                 self.end_line()
-            case CallsMade():
+            case CallsRequested():
                 self._running.clear()  # of a turn that was stopped nobody tells the end
                 self.end_line()
-            case CallRuns():
+            case ToolCallStarted():
                 self._running[event.position] = call_title(event.call)
                 self._refresh()
-            case CallDone():
+            case ToolCallEnded():
                 self._running.pop(event.position, None)
                 self._refresh()
                 self._call_done(event)
             case FilesChanged():
                 self.show_changes(event)
-            case Noted():
+            case Notice():
                 self.end_line()
                 self._console.print(shown(event.text, "yellow"))
-            case Ended():
+            case RunEnded():
                 self.hide_running()
                 self.end_line()
 
@@ -132,13 +132,13 @@ class TerminalFace:
         if status is not Status.DONE:
             self._console.print(shown(f"stopped: {cause or status.value}", "yellow"))
 
-    def _say(self, event: Said) -> None:
+    def _say(self, event: AgentText) -> None:
         self.hide_running()
         style = "" if event.kind == "text" else "dim italic"
         self._console.print(shown(event.text, style), end="", soft_wrap=True)
         self._open_line = not event.text.endswith("\n")
 
-    def _call_done(self, event: CallDone) -> None:
+    def _call_done(self, event: ToolCallEnded) -> None:
         failed = event.result.error is not None or event.result.facts.get("green") is False
         mark = Text("✗ " if failed else "✓ ", style="red" if failed else "green")
         self._console.print(mark + shown(call_title(event.call)), soft_wrap=True)

@@ -22,9 +22,12 @@ def changed(mirror: InPlace) -> tuple[FileChange, ...]:
 def test_a_file_is_kept_as_it_was_before_the_first_call_of_a_turn(tmp_path: Path) -> None:
     mirror = InPlace(DirectoryTree(tmp_path))
     (tmp_path / "a").write_text("1")
-    assert mirror.touch(["a", "new"]) == (FileChange("a", b"1", b"1"), FileChange("new", None, None))
+    assert mirror.record_originals(["a", "new"]) == (
+        FileChange("a", b"1", b"1"),
+        FileChange("new", None, None),
+    )
     (tmp_path / "a").write_text("2")
-    assert mirror.touch(["a"])[0].before == b"1"
+    assert mirror.record_originals(["a"])[0].before == b"1"
     (tmp_path / "new").write_text("3")
     assert changed(mirror) == (FileChange("a", b"1", b"2"), FileChange("new", None, b"3"))
     assert changed(mirror) == ()
@@ -38,7 +41,7 @@ def test_a_link_stands_for_the_file_that_is_written_and_one_that_leaves_for_none
     (project / "link").symlink_to("a")
     (project / "away").symlink_to("../secret")
     mirror = InPlace(DirectoryTree(project))
-    assert mirror.touch(["link", "away", "../secret", "."]) == (FileChange("a", b"1", b"1"),)
+    assert mirror.record_originals(["link", "away", "../secret", "."]) == (FileChange("a", b"1", b"1"),)
 
 
 def test_of_a_directory_its_files_are_kept_unless_they_are_too_many(
@@ -48,10 +51,10 @@ def test_of_a_directory_its_files_are_kept_unless_they_are_too_many(
     (tmp_path / "d" / "e" / "a").write_text("1")
     (tmp_path / "d" / "link").symlink_to("e/a")
     mirror = InPlace(DirectoryTree(tmp_path))
-    assert mirror.touch(["d"]) == (FileChange("d/e/a", b"1", b"1"),)
+    assert mirror.record_originals(["d"]) == (FileChange("d/e/a", b"1", b"1"),)
     changed(mirror)
     monkeypatch.setattr(in_place, "MAX_TOUCHED_BYTES", 10)
-    assert mirror.touch(["d"]) == ()
+    assert mirror.record_originals(["d"]) == ()
 
 
 def test_nothing_is_read_of_a_large_directory(tmp_path: Path) -> None:
@@ -60,7 +63,7 @@ def test_nothing_is_read_of_a_large_directory(tmp_path: Path) -> None:
     mirror = InPlace(DirectoryTree(tmp_path))
     run(mirror.load())
     assert run(mirror.pull()) == [] and not mirror.box
-    assert mirror.touch(["large"]) == ()
+    assert mirror.record_originals(["large"]) == ()
     assert mirror.make_template({}, None).workspace == str(tmp_path.resolve())
 
 

@@ -1,4 +1,4 @@
-"""Who decides about calls that write or run: the person, by the mode that was chosen."""
+"""Approval of calls that write or run: by the person, as the chosen mode says."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ REFUSED = "the user refused this call"
 
 
 def checked_mode(name: str, in_place: bool = False) -> Mode:
-    """The mode called `name`. Raises ConfigError. `in_place`: there is no copy that could be previewed."""
+    """The mode of that name. Raises ConfigError. `in_place`: there is no copy, so no preview either."""
     if in_place and name == "preview":
         raise ConfigError(
             "what changes in place has changed: there is nothing to preview",
@@ -46,14 +46,14 @@ class Approver:
     mode: Mode
     tools: Mapping[str, Tool]
     ask: Ask | None = None
-    """How the person is asked; None: nobody is there, and what needs an answer is refused."""
+    """Asks the person; None: nobody can be asked, and calls that need an answer are refused."""
     isolated: bool = True
-    """Whether what runs is kept apart from the person's own files; if not, a preview asks about it."""
+    """Whether commands are isolated from the person's own files; if not, a preview asks before them."""
     always: set[str] = field(default_factory=set[str])
     """Tools that the person has allowed for the rest of the session."""
 
     async def __call__(self, call: ToolCall) -> str | None:
-        """None if the call may run; else why not, in words for the agent."""
+        """None if the call may run; else the reason why not, for the agent."""
         if self.mode == "full" or call.name in self.always:
             return None
         if self.mode == "preview" and not self._acts_outside(call):
@@ -74,7 +74,7 @@ class Approver:
         return not self.isolated and self.runs_something(call)
 
     def runs_something(self, call: ToolCall) -> bool:
-        """Whether the call may change anything anywhere, and not the files alone that it names."""
+        """Whether the call may change more than the files that it names."""
         tool = self.tools.get(call.name)
         if tool is None:
             return True

@@ -1,4 +1,4 @@
-"""What one turn of the agent changed: kept on disk before it is written to the repository."""
+"""The changes of one turn of the agent: saved on disk before they are written to the repository."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ _NUM_DIFF_LINES = 20_000
 
 @dataclass(frozen=True, slots=True)
 class FileChange:
-    """One file before and after; None: it is not there."""
+    """A file's contents before and after; None: it does not exist."""
 
     path: str
     before: bytes | None
     after: bytes | None
 
     def diff(self) -> str:
-        """The change as a unified diff; one line for files that are no text."""
+        """The change as a unified diff; one line for files that are not text."""
         old, new = _text(self.before), _text(self.after)
         if old is None or new is None or old == new:
-            # Bytes that are no text, or an empty file that came or went.
+            # Bytes that are not text, or an empty file that was added or deleted.
             kind = "Binary" if old is None or new is None else "Empty"
             return f"{kind} file {self.path} {_verb(self)}\n"
         a = "/dev/null" if self.before is None else f"a/{self.path}"
@@ -50,17 +50,17 @@ class FileChange:
 
 @dataclass(frozen=True, slots=True)
 class TurnChange:
-    """What one turn changed."""
+    """The changes of one turn."""
 
     number: int
-    """Names the change within its session: 1, 2, ..."""
+    """Number of the change in its session: 1, 2, ..."""
     turn: int
-    """The agent's message, from 1."""
+    """Number of the agent's message, from 1."""
     prompt: int
-    """The user's words that it belongs to, from 1."""
+    """Number of the user's instruction, from 1."""
     files: tuple[FileChange, ...]
     results: tuple[ToolResult, ...] | None = None
-    """Of the turn's calls; None where the turn was cut short."""
+    """Results of the turn's calls; None where the turn was interrupted."""
     written: bool = True
     """Whether it was to be written to the repository."""
     undone: bool = False
@@ -73,7 +73,7 @@ class TurnChange:
             "prompt": self.prompt,
             "written": self.written,
             "undone": self.undone,
-            "results": None if self.results is None else [result_document(one) for one in self.results],
+            "results": None if self.results is None else list(map(result_document, self.results)),
             "files": [
                 {"path": file.path, "before": _packed(file.before), "after": _packed(file.after)}
                 for file in self.files
@@ -82,7 +82,7 @@ class TurnChange:
 
     @staticmethod
     def from_dict(document: Mapping[str, Any]) -> TurnChange:
-        """What `to_dict` gave. Raises KeyError, TypeError, ValueError for anything else."""
+        """Reads what `to_dict` wrote. Raises KeyError, TypeError, ValueError for anything else."""
         results = document["results"]
         return TurnChange(
             number=int(document["number"]),
@@ -92,14 +92,14 @@ class TurnChange:
                 FileChange(str(file["path"]), _unpacked(file["before"]), _unpacked(file["after"]))
                 for file in document["files"]
             ),
-            results=None if results is None else tuple(result_of(one) for one in results),
+            results=None if results is None else tuple(map(result_of, results)),
             written=bool(document["written"]),
             undone=bool(document["undone"]),
         )
 
 
 def combined(changes: Iterable[TurnChange]) -> tuple[FileChange, ...]:
-    """All changes that were not undone as one: each file as it was first and as it is last."""
+    """Combines all changes that were not undone: each file's first and last contents."""
     files: dict[str, FileChange] = {}
     for change in changes:
         for file in () if change.undone else change.files:
@@ -120,7 +120,7 @@ def _verb(file: FileChange) -> str:
 
 
 def _text(data: bytes | None) -> str | None:
-    """The text of a file; "" where there is none; None for bytes that are no text."""
+    """The text of a file; "" where it does not exist; None for bytes that are not text."""
     if data is None:
         return ""
     try:
@@ -130,7 +130,7 @@ def _text(data: bytes | None) -> str | None:
 
 
 def _lines(text: str) -> list[str]:
-    """With their newlines; nothing else ends a line, as nowhere in a patch."""
+    """The lines with their newlines; as in patches, no other character ends a line."""
     lines = [line + "\n" for line in text.split("\n")]
     return [*lines[:-1], *([last] if (last := lines[-1][:-1]) else [])]
 

@@ -1,10 +1,10 @@
-"""One session between a person and the agent: words in, events out, everything kept on disk.
+"""A session between a person and the agent: instructions in, events out, all state durably on disk.
 
     say(words) --> [ the tree's changes go into the sandbox ] --> run_session --> [ changes come out ] --> end
-                      stop() ends it between two steps, with a session that can go on
+                      stop() ends it between two steps; the session can be continued
 
-After a kill -9 the sandbox is gone and the rest is on disk: the tree, what each turn changed, the journal. A
-turn whose calls were not finished runs again from the start, in a sandbox as it was before the turn.
+After a kill -9 the sandbox is lost, but the rest is on disk: the tree, each turn's changes, the journal. An
+unfinished turn runs again from its start, in a sandbox with the state before it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from etude.agent.tools.ports import User
 from etude.agent.tools.state import ToolState
 from etude.controller.agent.approval import Approver, Ask, Mode, checked_mode
 from etude.controller.agent.changes import FileChange, combined
-from etude.controller.agent.events import FilesChanged, Noted, OnAgentEvent
+from etude.controller.agent.events import FilesChanged, Notice, OnAgentEvent
 from etude.controller.agent.folders import SessionFolder
 from etude.controller.agent.in_place import NOT_UNDONE, InPlace
 from etude.controller.agent.mirror import Mirror
@@ -47,9 +47,9 @@ if TYPE_CHECKING:
 STOPPED_BY_USER = "user"
 PROJECT_WORDS = "AGENTS.md"
 MAX_PROJECT_WORDS_BYTES = 16 << 10
-"""Of that file; the rest is left out."""
+"""Limit of that file; the rest is left out."""
 MEMORY_BYTES = 4 << 30
-"""Of a sandbox; less on a machine with less than twice as much."""
+"""Memory of a sandbox; less on a machine with less than twice as much."""
 RESOURCES = Resources(
     memory_bytes=min(MEMORY_BYTES, total_memory_bytes() // 2),
     num_processes=512,
@@ -63,15 +63,15 @@ _STOP_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How it ended."""
+    """How a run of the agent ended."""
 
     status: Status
     cause: str
 
 
 @dataclass(frozen=True, slots=True)
-class Face:
-    """The front of a conversation: it sees the events and answers the questions."""
+class Frontend:
+    """The front end of a conversation: receives its events and answers its questions."""
 
     emit: OnAgentEvent
     ask: Ask | None = None
@@ -86,12 +86,12 @@ class Conversation:
     tree: Tree
     policy: Policy
     backend: SandboxBackend
-    face: Face
+    face: Frontend
     approver: Approver
     mirror: Mirror
     surroundings: Surroundings = field(default_factory=Surroundings)
     max_turns: int | None = None
-    """Messages of the agent upon one instruction."""
+    """Limit of the agent's messages for one instruction."""
     state: ToolState = field(default_factory=ToolState)
     journal: JournaledSession | None = None
     sampler: Sampler | None = None
@@ -101,13 +101,13 @@ class Conversation:
     _servers: SessionServers | None = None
     _running: asyncio.Task[object] | None = None
     _runs: int = 0
-    """Runs of this process: no two requests have one id, even where the first of them came to nothing."""
+    """Number of runs in this process: makes request ids unique, even after a run without messages."""
     _first_turn: int = 0
-    """Messages of the agent before the present instruction."""
+    """Number of the agent's messages before the current instruction."""
     _busy: bool = False
     _stopping: bool = False
     _undone: list[str] = field(default_factory=list[str])
-    """Paths of which the agent is yet to read that its changes were undone."""
+    """Paths with undone changes that the agent has not been told about."""
     redo: dict[int, tuple[ToolResult, ...]] = field(default_factory=dict[int, "tuple[ToolResult, ...]"])
     """Results, by turn, of calls that ran before a crash and whose changes are kept."""
 
@@ -116,7 +116,7 @@ class Conversation:
 
     @property
     def id(self) -> str:
-        """Names the session."""
+        """Id of the session."""
         return self.folder.meta.id
 
     @property
@@ -136,15 +136,15 @@ class Conversation:
         self.folder.update(mode=name)
 
     def changes(self) -> tuple[FileChange, ...]:
-        """What the agent has changed in this session, as one."""
+        """All changes of the agent in this session, combined."""
         return combined(self.folder.changes())
 
     async def say(self, text: str) -> Outcome:
-        """The user's words, up to where the agent has done what it will.
+        """Gives the agent an instruction, and runs it until it ends.
 
-        Raises UserError and InfrastructureError; the session has then ended for now, and can go on.
+        Raises UserError and InfrastructureError; the session can then be continued.
         """
-        with self._at_work():
+        with self._mark_busy():
             return await self._say(text)
 
     async def _say(self, text: str) -> Outcome:
@@ -159,21 +159,21 @@ class Conversation:
         self._undone.clear()
         self._first_turn = self.num_turns
         self.folder.add_prompt(text, self.num_turns)
-        return await self._drive(workspace)
+        return await self._run(workspace)
 
     @property
     def is_open(self) -> bool:
-        """Whether the agent was at work when the session was last left: `go_on` lets it."""
+        """Whether the agent was running when the session was last left: `resume` continues it."""
         return self.journal is not None and self.journal.session.status is None
 
-    async def go_on(self) -> Outcome:
-        """Takes up what a crash interrupted. Raises as `say`."""
+    async def resume(self) -> Outcome:
+        """Continues a run that a crash interrupted. Raises as `say`."""
         assert self.is_open, "nothing was interrupted"
-        with self._at_work():
-            return await self._drive(await self._ready())
+        with self._mark_busy():
+            return await self._run(await self._ready())
 
     def stop(self) -> bool:
-        """Stops the agent where it is; False if it is not at work. `say` then returns."""
+        """Stops the agent; `say` then returns. False if it is not running."""
         if not self._busy:
             return False
         self._stopping = True
@@ -182,16 +182,17 @@ class Conversation:
         return True
 
     async def undo(self) -> FilesChanged | None:
-        """Takes back what the agent changed upon the last words that were not undone yet; None if nothing."""
+        """Undoes the agent's changes of the last instruction that is not undone yet; None if there are
+        none."""
         if self.surroundings.in_place:
-            self.face.emit(Noted(NOT_UNDONE))
+            self.face.emit(Notice(NOT_UNDONE))
         changes = [change for change in self.folder.changes() if not change.undone and combined([change])]
         if not changes:
             return None
         await self._ready()
         last = [change for change in changes if change.prompt == changes[-1].prompt]
         files = combined(last)
-        kept_back = await self.mirror.take_back(files)
+        kept_back = await self.mirror.undo(files)
         for change in last:
             self.folder.save_change(replace(change, undone=True))
         self._undone += [file.path for file in files if file.path not in kept_back]
@@ -201,7 +202,7 @@ class Conversation:
         return FilesChanged(last[-1].turn, swapped, self.mirror.writes, kept_back)
 
     async def write_back(self) -> FilesChanged:
-        """Writes to the tree what a preview kept in the sandbox."""
+        """Writes the changes of a preview, which are only in the sandbox, to the tree."""
         files = tuple(
             FileChange(path, self.mirror.disk.get(path), self.mirror.box.get(path))
             for path in sorted(self.mirror.box.keys() | self.mirror.disk.keys())
@@ -222,7 +223,7 @@ class Conversation:
             self.journal.close()
 
     @contextlib.contextmanager
-    def _at_work(self) -> Iterator[None]:
+    def _mark_busy(self) -> Iterator[None]:
         assert not self._busy, "the agent is at work"
         self._busy, self._stopping = True, False
         try:
@@ -232,7 +233,7 @@ class Conversation:
 
     # ---- one run --------------------------------------------------------------------------------
 
-    async def _drive(self, workspace: MirroredWorkspace) -> Outcome:
+    async def _run(self, workspace: MirroredWorkspace) -> Outcome:
         journal = self.journal
         assert journal is not None
         sampler = self._sampler()
@@ -247,17 +248,17 @@ class Conversation:
                 (self.policy.seed,),
                 patience=self.policy.patience,
                 listener=self.narrator.listen,
-                # In place nothing that ran may run again.
+                # In place, calls that ran must not run again.
                 log=journal
                 if self.surroundings.in_place
-                else _RunAgain(journal, self.redo, lambda: self.num_turns),
+                else _RerunLog(journal, self.redo, lambda: self.num_turns),
             )
         )
         if self._stopping:
             task.cancel()
         try:
             await asyncio.wait([task])
-            await self._after(task)
+            await self._finish_run(task)
         except asyncio.CancelledError:
             task.cancel()
             await asyncio.wait([task], timeout=_STOP_S)
@@ -269,12 +270,12 @@ class Conversation:
         assert session.status is not None
         return Outcome(session.status, session.cause)
 
-    async def _after(self, task: asyncio.Task[object]) -> None:
-        """Leaves a consistent session behind, however the run ended. Raises what the run raised."""
+    async def _finish_run(self, task: asyncio.Task[object]) -> None:
+        """Makes the session consistent, however the run ended. Raises what the run raised."""
         assert self.journal is not None and self._workspace is not None
         if task.cancelled():
             self._end_open(STOPPED_BY_USER)
-            await self._workspace.settle(self.num_turns, None)
+            await self._workspace.finish_turn(self.num_turns, None)
             return
         error = task.exception()
         if error is not None:
@@ -302,13 +303,13 @@ class Conversation:
         )
 
     def _system(self) -> str | tuple[Piece, ...] | None:
-        """The system message, with what the project says to agents."""
-        policy, data = self.policy, self.mirror.words(PROJECT_WORDS)
+        """The system message, with the project's AGENTS.md."""
+        policy, data = self.policy, self.mirror.content(PROJECT_WORDS)
         if policy.system_with is None or not data.strip():
             return policy.system
         most = min(MAX_PROJECT_WORDS_BYTES, policy.limits.max_tokens // 4)
         if len(data) > most:
-            self.face.emit(Noted(f"of {PROJECT_WORDS} the first {most} bytes are read"))
+            self.face.emit(Notice(f"of {PROJECT_WORDS} the first {most} bytes are read"))
         text = data[:most].decode(errors="replace").strip()
         return policy.system_with(f"\n\nThe project says to agents, in {PROJECT_WORDS}:\n\n{text}")
 
@@ -326,7 +327,7 @@ class Conversation:
     # ---- the sandbox ----------------------------------------------------------------------------
 
     async def _ready(self) -> MirroredWorkspace:
-        """The workspace, its sandbox made if there is none, and the tree's changes brought in."""
+        """The workspace: makes its sandbox if there is none, and copies the tree's changes into it."""
         if self._workspace is not None:
             await self.mirror.pull()
             if self._search is not None:
@@ -334,7 +335,7 @@ class Conversation:
             return self._workspace
         if not self.mirror.box and not self.mirror.disk:
             await self.mirror.load()
-            self._note_left_out()
+            self._report_left_out()
         else:
             await self.mirror.pull()
         around = self.surroundings
@@ -379,11 +380,11 @@ class Conversation:
             originals=self.mirror.originals(before),
         )
 
-    def _note_left_out(self) -> None:
+    def _report_left_out(self) -> None:
         left_out = self.tree.left_out
         if left_out:
             names = ", ".join(left_out[:5]) + (", ..." if len(left_out) > 5 else "")
-            self.face.emit(Noted(f"too large for the sandbox, left out: {names}"))
+            self.face.emit(Notice(f"too large for the sandbox, left out: {names}"))
 
     async def _drop_sandbox(self) -> None:
         self._workspace = None
@@ -400,8 +401,8 @@ class Conversation:
 
 
 @dataclass(slots=True)
-class _RunAgain:
-    """Implements CallLog. After a crash calls run again, in a new sandbox, if nothing of them was kept."""
+class _RerunLog:
+    """Implements CallLog. After a crash, calls run again in a new sandbox unless their changes were saved."""
 
     journal: JournaledSession
     redo: Mapping[int, tuple[ToolResult, ...]]
@@ -422,13 +423,13 @@ async def open_conversation(
     tree: Tree,
     policy: Policy,
     backend: SandboxBackend,
-    face: Face,
+    face: Frontend,
     mode: str,
     surroundings: Surroundings | None = None,
     max_turns: int | None = None,
 ) -> AsyncIterator[Conversation]:
-    """A session that begins, or (if it has a journal) one that is taken up. `max_turns`: of the agent, upon
-    one instruction.
+    """Opens a new session, or continues one that has a journal. `max_turns`: limit of the agent's messages
+    for one instruction.
 
     Raises StoreError for a journal that is damaged or in use, ConfigError for one of another tokenizer.
     """
@@ -449,8 +450,8 @@ async def open_conversation(
 
 
 async def _restore(conversation: Conversation) -> None:
-    """Brings tree and sandbox to where the session stood: what was to be written is, what was previewed lies
-    in the sandbox. Files that someone changed since stay as they are."""
+    """Restores tree and sandbox to the session's state: writes pending changes, and puts previewed ones into
+    the sandbox. Files that were changed since stay as they are."""
     mirror = conversation.mirror
     await mirror.load()
     recorded = conversation.folder.changes()
@@ -461,6 +462,6 @@ async def _restore(conversation: Conversation) -> None:
     if last is not None and (half := [file.path for file in last.files if file.before == file.after]):
         kept = conversation.folder.path / "changes" / f"{last.number:04d}.json"
         words = f"the program was ended while it changed {', '.join(half)}: what was there is in {kept}"
-        conversation.face.emit(Noted(words))
+        conversation.face.emit(Notice(words))
     if conversation.is_open and last is not None and last.turn == conversation.num_turns and last.results:
         conversation.redo[last.turn] = last.results

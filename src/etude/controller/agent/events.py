@@ -1,4 +1,4 @@
-"""What a person sees of the agent at work: one stream of events for the terminal, programs and editors."""
+"""Events of a running agent, as one stream for the terminal, programs and editors."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from etude.tokens.grammar import ToolSchema
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
-    """More of the agent's words."""
+class AgentText:
+    """A piece of the agent's text."""
 
     text: str
     kind: str = "text"
@@ -24,25 +24,25 @@ class Said:
 
 @dataclass(frozen=True, slots=True)
 class MessageEnded:
-    """The agent's message is whole."""
+    """The agent's message is complete."""
 
 
 @dataclass(frozen=True, slots=True)
-class CallsMade:
-    """The agent asks for these calls; those with an error will not run."""
+class CallsRequested:
+    """The agent requests these calls; those with an error will not run."""
 
     turn: int
     calls: tuple[ToolCall, ...]
     tools: Sequence[ToolSchema] = ()
-    """What the agent was offered: which arguments are more than text."""
+    """Schemas of the agent's tools, to convert arguments that are not text."""
 
     def arguments(self, call: ToolCall) -> dict[str, Any]:
-        """One of the calls' arguments as JSON values; what is not of its kind stays text."""
+        """A call's arguments as JSON values; one that does not fit its schema stays text."""
         return call_arguments(call, self.tools)
 
 
 @dataclass(frozen=True, slots=True)
-class CallRuns:
+class ToolCallStarted:
     """A call has begun to run."""
 
     turn: int
@@ -51,8 +51,8 @@ class CallRuns:
 
 
 @dataclass(frozen=True, slots=True)
-class CallDone:
-    """A call has its result: it ran, was refused, or made no sense."""
+class ToolCallEnded:
+    """A call has its result: it ran, was refused, or was invalid."""
 
     turn: int
     position: int
@@ -62,19 +62,19 @@ class CallDone:
 
 @dataclass(frozen=True, slots=True)
 class FilesChanged:
-    """What a turn changed."""
+    """The changes of a turn."""
 
     turn: int
     files: tuple[FileChange, ...]
     written: bool
-    """Whether the repository has it now."""
+    """Whether they were written to the repository."""
     kept_back: Mapping[str, str]
     """Paths that were not written, and why."""
 
 
 @dataclass(frozen=True, slots=True)
-class Noted:
-    """Something that the person should know: a retry, a fresh context, files left out."""
+class Notice:
+    """A message to the person: a retry, a new context, files left out."""
 
     text: str
     kind: str = "note"
@@ -82,39 +82,48 @@ class Noted:
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
-    """The agent has come to an end with what it was asked."""
+class RunEnded:
+    """The agent's run upon an instruction has ended."""
 
     status: Status
     cause: str
 
 
-AgentEvent = Said | MessageEnded | CallsMade | CallRuns | CallDone | FilesChanged | Noted | Ended
+AgentEvent = (
+    AgentText
+    | MessageEnded
+    | CallsRequested
+    | ToolCallStarted
+    | ToolCallEnded
+    | FilesChanged
+    | Notice
+    | RunEnded
+)
 OnAgentEvent = Callable[[AgentEvent], None]
-"""Called in the event loop: must neither block nor raise."""
+"""Callback in the event loop: must neither block nor raise."""
 
 
 def event_document(event: AgentEvent) -> dict[str, Any]:
     """An event as plain JSON values."""
     match event:
-        case Said() | Noted():
+        case AgentText() | Notice():
             return {"event": event.kind, "text": event.text}
         case MessageEnded():
             return {"event": "message_end"}
-        case CallsMade():
+        case CallsRequested():
             calls = [call_document(call) | {"arguments": event.arguments(call)} for call in event.calls]
             return {"event": "calls", "turn": event.turn, "calls": calls}
-        case CallRuns():
+        case ToolCallStarted():
             return {"event": "call_started", **_place(event)}
-        case CallDone():
+        case ToolCallEnded():
             return {"event": "call_ended", **_place(event), "result": result_document(event.result)}
         case FilesChanged():
             files = [{"path": file.path, "diff": file.diff()} for file in event.files]
             change = {"turn": event.turn, "written": event.written, "files": files}
             return {"event": "changed", **change, "kept_back": dict(event.kept_back)}
-        case Ended():
+        case RunEnded():
             return {"event": "ended", "status": event.status.value, "cause": event.cause}
 
 
-def _place(event: CallRuns | CallDone) -> dict[str, Any]:
+def _place(event: ToolCallStarted | ToolCallEnded) -> dict[str, Any]:
     return {"turn": event.turn, "position": event.position, "name": event.call.name}

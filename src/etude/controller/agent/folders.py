@@ -1,9 +1,9 @@
-"""Sessions on disk: one folder each, with the journal, what was said, and what each turn changed.
+"""Sessions on disk: one folder each, with the journal, the instructions, and each turn's changes.
 
 ~/.local/state/etude/sessions/20261121-142501-3fa2c1/
-    session.json     the directory, the model, how it is asked, what the user said
+    session.json     the directory, the model, the approval mode, the user's instructions
     journal          every token, call and result (`etude.agent.journal`)
-    changes/0003.json  the third change: written before the repository is
+    changes/0003.json  the third change: saved before it is written to the repository
 """
 
 from __future__ import annotations
@@ -27,41 +27,41 @@ _ID = re.compile(r"[0-9]{8}-[0-9]{6}-[0-9a-f]{6}")
 
 
 def sessions_directory() -> Path:
-    """Where sessions lie: `$XDG_STATE_HOME/etude/sessions`, else below `~/.local/state`."""
+    """Directory of all sessions: `$XDG_STATE_HOME/etude/sessions`, else below `~/.local/state`."""
     base = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
     return Path(base) / "etude" / "sessions"
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """Words of the user."""
+    """An instruction of the user."""
 
     text: str
     after_turn: int
-    """Messages of the agent that came before."""
+    """Number of the agent's messages before it."""
 
 
 @dataclass(frozen=True, slots=True)
 class SessionMeta:
-    """What is to be known of a session before its journal is read."""
+    """Metadata of a session, readable without its journal."""
 
     id: str
     path: str
     """The directory that it works on."""
     model: Mapping[str, Any]
-    """How its model was chosen (`ModelChoice`)."""
+    """The choice of its model (`ModelChoice`)."""
     mode: str
-    """How it was approved when last used."""
+    """The approval mode when it was last used."""
     created_s: float
     prompts: tuple[Prompt, ...] = ()
     test_paths: tuple[str, ...] = field(default=())
-    """The tests that it can run, as they were when it began."""
+    """Paths of the tests that it can run, as of its start."""
     in_place: bool = False
     """Whether it works on the directory itself."""
 
     @property
     def title(self) -> str:
-        """The first words that were said, on one line."""
+        """The first instruction, shortened to one line."""
         return " ".join(self.prompts[0].text.split())[:80] if self.prompts else ""
 
 
@@ -77,7 +77,7 @@ class SessionFolder:
     def create(
         cls, root: Path, tree: Path, model: Mapping[str, Any], mode: str, in_place: bool = False
     ) -> SessionFolder:
-        """A new session. Raises StoreError if its folder cannot be made."""
+        """Creates a session. Raises StoreError if its folder cannot be made."""
         identity = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
         meta = SessionMeta(identity, str(tree), dict(model), mode, time.time(), in_place=in_place)
         folder = cls(root / identity, meta)
@@ -93,7 +93,7 @@ class SessionFolder:
 
     @classmethod
     def open(cls, root: Path, identity: str) -> SessionFolder:
-        """A session by its id, or the one used last (`last`). Raises ConfigError, StoreError."""
+        """Opens a session by its id, or the one used last (`last`). Raises ConfigError, StoreError."""
         if identity == "last":
             metas = list_sessions(root)
             if not metas:
@@ -122,22 +122,22 @@ class SessionFolder:
 
     @property
     def journal(self) -> Path:
-        """Where the journal is, or will be."""
+        """Path of the journal, which may not exist yet."""
         return self.path / "journal"
 
     def add_prompt(self, text: str, after_turn: int) -> int:
-        """Keeps what the user said; returns its number, from 1."""
+        """Saves an instruction; returns its number, from 1."""
         self.meta = replace(self.meta, prompts=(*self.meta.prompts, Prompt(text, after_turn)))
         self._save()
         return len(self.meta.prompts)
 
     def update(self, **values: Any) -> None:
-        """Changes the session's entry."""
+        """Changes fields of the metadata, and saves it."""
         self.meta = replace(self.meta, **values)
         self._save()
 
     def save_change(self, change: TurnChange) -> None:
-        """Makes what a turn changed durable. Raises StoreError."""
+        """Saves a turn's changes durably. Raises StoreError."""
         name = f"{change.number:04d}.json"
         try:
             write_json(self.path / "changes" / name, change.to_dict())
@@ -149,7 +149,7 @@ class SessionFolder:
         return 1 + max((int(path.stem) for path in (self.path / "changes").glob("[0-9]*.json")), default=0)
 
     def changes(self) -> list[TurnChange]:
-        """What each turn changed, in order. Raises StoreError for a damaged file."""
+        """The changes of each turn, in order. Raises StoreError for a damaged file."""
         found: list[TurnChange] = []
         for path in sorted((self.path / "changes").glob("[0-9]*.json"), key=lambda path: int(path.stem)):
             try:
@@ -169,7 +169,7 @@ class SessionFolder:
 
 
 def list_sessions(root: Path) -> list[SessionMeta]:
-    """The sessions below `root`, last used first; folders that are damaged are left out."""
+    """The sessions below `root`, last used first; damaged folders are skipped."""
     found: list[tuple[float, SessionMeta]] = []
     for path in root.glob("*-*-*") if root.is_dir() else ():
         try:

@@ -1,8 +1,8 @@
-"""The directory itself as the workspace: nothing is copied, and what the edit tools change can be undone.
+"""The directory itself as the workspace: nothing is copied, and changes of the edit tools can be undone.
 
-    a call begins --> touch: the files that it names, as they are --> it runs --> changes: as they are now
+    a call begins --> record_originals of the files that it names --> it runs --> changes: compares them
 
-What commands change is not looked at: it cannot be undone.
+Changes made by commands are not recorded, and cannot be undone.
 """
 
 from __future__ import annotations
@@ -21,34 +21,35 @@ from etude.sandbox.template import Image, Template
 
 NOT_UNDONE = "what commands changed, and files above 8 MiB, cannot be undone: see git status"
 MAX_TOUCHED_BYTES = 32 << 20
-"""Of the files of a directory that a call deletes; of a larger one nothing is kept."""
+"""Most bytes of a directory's files that are recorded before a call deletes it; a larger one is not
+recorded."""
 
 
 @dataclass(slots=True, eq=False)
 class InPlace(Mirror):
-    """A mirror without a second side: the sandbox works on the tree itself."""
+    """A Mirror without a copy: the sandbox works on the tree itself."""
 
     touched: dict[str, bytes | None] = field(default_factory=dict[str, "bytes | None"])
-    """Files that calls of this turn name, as they were before."""
+    """Original contents of the files that calls of this turn name."""
 
     async def load(self) -> None:
-        """See Mirror: nothing is read."""
+        """See Mirror. Reads nothing."""
 
     async def pull(self) -> list[str]:
-        """See Mirror: the person's changes are there already."""
+        """See Mirror. Does nothing: the sandbox sees the person's changes already."""
         return []
 
     async def refresh(self, paths: Iterable[str]) -> None:
-        """See Mirror: as `pull`."""
+        """See Mirror. Does nothing, as `pull`."""
 
     async def roll_forward(self, change: TurnChange) -> None:
-        """See Mirror: what was done is on disk."""
+        """See Mirror. Does nothing: the changes are on disk."""
 
     def make_template(self, more: Mapping[str, bytes], image: Image | None) -> Template:
         """See Mirror."""
         return Template(name="repository", directory=str(self.tree.root), passed_over=LEFT_OUT_NAMES)
 
-    def words(self, path: str) -> bytes:
+    def content(self, path: str) -> bytes:
         """See Mirror."""
         return _content(self.tree.root / path) or b""
 
@@ -57,9 +58,9 @@ class InPlace(Mirror):
         return tuple(path for path in list_names(self.tree.root) if is_test(path))
 
     def originals(self, before: Mapping[str, bytes | None]) -> None:
-        """See Mirror: nobody has read them, the last commit must tell."""
+        """See Mirror. None: they were not read; the last commit has them."""
 
-    def touch(self, paths: Iterable[str]) -> tuple[FileChange, ...]:
+    def record_originals(self, paths: Iterable[str]) -> tuple[FileChange, ...]:
         """See Mirror."""
         for path in paths:
             for file in self._files_at(path):
@@ -67,11 +68,11 @@ class InPlace(Mirror):
                     try:
                         self.touched[name] = _content(file)
                     except OSError:
-                        continue  # too large or locked: the tools refuse it, or it cannot be undone
+                        continue  # too large or unreadable: the tools refuse it, or it cannot be undone
         return tuple(FileChange(path, data, data) for path, data in sorted(self.touched.items()))
 
     def _files_at(self, path: str) -> list[Path]:
-        """The file that a path leads to inside of the tree, or those of a directory."""
+        """The file at a path inside the tree, links followed, or all files of a directory."""
         place = Path(os.path.realpath(self.tree.root / path))
         if not place.is_relative_to(self.tree.root) or place == self.tree.root:
             return []
@@ -89,7 +90,7 @@ class InPlace(Mirror):
         return files
 
     async def changes(self, named: Collection[str] = ()) -> tuple[FileChange, ...]:
-        """See Mirror: of the files that were touched."""
+        """See Mirror. Compares the recorded files only."""
         found: list[FileChange] = []
         while self.touched:
             path, before = self.touched.popitem()
@@ -102,10 +103,10 @@ class InPlace(Mirror):
         return tuple(sorted(found, key=lambda change: change.path))
 
     async def apply(self, files: Iterable[FileChange]) -> dict[str, str]:
-        """See Mirror: it is there."""
+        """See Mirror. Does nothing: the changes are in the tree already."""
         return {}
 
-    async def take_back(self, files: Iterable[FileChange]) -> dict[str, str]:
+    async def undo(self, files: Iterable[FileChange]) -> dict[str, str]:
         """See Mirror."""
         assert self.sandbox is not None
         kept_back: dict[str, str] = {}
@@ -123,7 +124,7 @@ class InPlace(Mirror):
 
 
 def _content(place: Path) -> bytes | None:
-    """A file as it is; None where there is none. Raises OSError for what is no file of a size to be kept."""
+    """A file's contents; None where it does not exist. Raises OSError for other kinds and too large files."""
     try:
         status = place.lstat()
     except (FileNotFoundError, NotADirectoryError):

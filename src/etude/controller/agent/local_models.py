@@ -1,4 +1,4 @@
-"""Models that run in this process: a run's, or a checkpoint's."""
+"""Opens models that run in this process: of a run, or of a checkpoint."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from etude.tokens import Piece, Renderer
 from etude.weights import MemoryWeights
 
 _TURNS = 200
-"""Of a conversation with a model that was trained with fewer in one session."""
+"""Least limit of turns in a conversation, for models that were trained with fewer in one session."""
 _PREFILL_TOKENS = 2048
 _NUM_SESSIONS = 2
 
 
 @contextlib.asynccontextmanager
 async def open_run(choice: ModelChoice, one_shot: bool) -> AsyncIterator[Policy]:
-    """The trained model of a run, with the tools and limits that it was trained with."""
+    """Opens the trained model of a run, with the tools and limits that it was trained with."""
     run = RunDirectory.open(Path(choice.run))
     config = run.config
     if choice.index and (choice.index in SEARCHING) != (config.agent.index in SEARCHING):
@@ -74,7 +74,7 @@ async def open_run(choice: ModelChoice, one_shot: bool) -> AsyncIterator[Policy]
 
 @contextlib.asynccontextmanager
 async def open_model(choice: ModelChoice, agent: AgentConfig) -> AsyncIterator[Policy]:
-    """The model of a Hugging Face directory, or of a run's last checkpoint. Raises CheckpointError,
+    """Opens the model of a Hugging Face directory, or of a run's last checkpoint. Raises CheckpointError,
     ConfigError."""
     directory = Path(choice.to_dict()["model"])
     tokenizer, model = load_own(directory, "model")
@@ -115,7 +115,7 @@ async def open_model(choice: ModelChoice, agent: AgentConfig) -> AsyncIterator[P
 
 
 def _limits(directory: Path, max_positions: int, renderer: Renderer) -> SessionLimits:
-    """As much context as the model has, at most what is useful on one machine."""
+    """Limits with the model's whole context, up to what is useful on one machine."""
     limits, _ = people_session_limits(min(max_positions, 32_768))
     used = len(renderer.prompt(""))
     if used >= limits.max_tokens // 2:

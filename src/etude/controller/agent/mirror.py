@@ -1,7 +1,7 @@
-"""A sandbox that mirrors a tree: what the person changes goes in, what the agent changes comes out.
+"""Keeps a sandbox and a tree in sync: the person's changes go in, the agent's changes come out.
 
-Three states are kept apart: `disk`, the tree as it was last seen; `box`, the sandbox as it was last seen; and
-what each of them is now. A file that the person changed since it was last seen is never overwritten.
+Three states are distinguished: `disk`, the tree as last read; `box`, the sandbox as last read; and their
+current contents. A file that the person changed since it was last read is never overwritten.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NO_TEXT = "its name holds characters that are no text"
 
 @dataclass(slots=True, eq=False)
 class Mirror:
-    """One sandbox and one tree. One call at a time."""
+    """Synchronises one sandbox and one tree. One call at a time."""
 
     tree: Tree
     writes: bool = True
@@ -34,58 +34,58 @@ class Mirror:
     disk: dict[str, bytes] = field(default_factory=dict[str, bytes])
     box: dict[str, bytes] = field(default_factory=dict[str, bytes])
     template: Mapping[str, bytes] = field(default_factory=dict[str, bytes])
-    """What the sandbox was made from."""
+    """Files that the sandbox was made from."""
     sandbox: Sandbox | None = None
     refused: dict[str, str] = field(default_factory=dict[str, str])
-    """Paths whose last change the tree did not take, and why."""
+    """Paths whose last change could not be written to the tree, and why."""
     staying: dict[str, str] = field(default_factory=dict[str, str])
-    """Paths that differ in the sandbox and are never taken over, and why."""
+    """Paths that differ in the sandbox and are never copied to the tree, and why."""
     byproducts: tuple[str, ...] = ()
-    """Directories that git ignores, in which commands made something."""
+    """Directories ignored by git in which commands created files."""
 
     @property
     def kept_back(self) -> dict[str, str]:
-        """All that is in the sandbox and ought to be in the tree but is not, and why."""
+        """All paths whose changes are in the sandbox only, although the tree is written to, and why."""
         return {**self.staying, **self.refused}
 
     async def load(self) -> None:
-        """Reads the tree for a sandbox that is to be made."""
+        """Reads the tree, for a new sandbox."""
         self.disk = dict(await self.tree.scan())
         self.box = dict(self.disk)
 
     def make_template(self, more: Mapping[str, bytes], image: Image | None) -> Template:
-        """What a sandbox is made from; `more`: files of the harness."""
+        """The template of a new sandbox; `more`: files of the harness."""
         return Template({**self.box, **more}, "repository", image)
 
-    def words(self, path: str) -> bytes:
-        """What a file of the tree says; empty where there is none."""
+    def content(self, path: str) -> bytes:
+        """Contents of a file; empty where it does not exist."""
         return self.box.get(path, b"")
 
     def test_paths(self) -> tuple[str, ...]:
-        """The tests that there are."""
+        """Paths of all tests."""
         return tuple(sorted(path for path in self.box if is_test(path)))
 
     def originals(self, before: Mapping[str, bytes | None]) -> Mapping[str, bytes | None] | None:
-        """Files as they were when the session began; `before`: those that have changed since."""
+        """Contents of files when the session began; `before`: of those that have changed since."""
         return {**self.box, **before}
 
-    def touch(self, paths: Iterable[str]) -> tuple[FileChange, ...]:
-        """Called before a call writes files: those of its turn that must be on disk first, as they are."""
+    def record_originals(self, paths: Iterable[str]) -> tuple[FileChange, ...]:
+        """Called before a call writes files: returns those whose originals must be saved first."""
         return ()
 
     def mount(self, sandbox: Sandbox) -> None:
-        """Takes a new sandbox into use, made from `box`."""
+        """Attaches a new sandbox, made from `box`."""
         self.sandbox = sandbox
         self.template = dict(self.box)
 
     async def pull(self) -> list[str]:
-        """Brings into the sandbox what the person changed since the tree was last seen; the paths."""
+        """Copies the person's changes since the tree was last read into the sandbox; returns the paths."""
         now = await self.tree.scan()
         changed = sorted(
             path for path in now.keys() | self.disk.keys() if now.get(path) != self.disk.get(path)
         )
         for path in changed:
-            await self._take_in(path, now.get(path))
+            await self._pull_file(path, now.get(path))
         return changed
 
     async def refresh(self, paths: Iterable[str]) -> None:
@@ -93,16 +93,16 @@ class Mirror:
         for path in paths:
             known = self.disk.get(path)
             if known is None and path in self.box:
-                continue  # the agent's own; should the person make one of that name, neither is overwritten
+                continue  # the agent's own; if the person creates one of that name, neither is overwritten
             now = await self.tree.read(path)
-            # What was left out at first, secrets that git ignores among it, does not come in by its name.
+            # Files left out at first, such as secrets that git ignores, do not enter when a call names them.
             if now != known and (known is not None or not await self.tree.unwanted([path])):
-                await self._take_in(path, now)
+                await self._pull_file(path, now)
 
     async def changes(self, named: Collection[str] = ()) -> tuple[FileChange, ...]:
-        """What changed in the sandbox since it was last seen; `staying` is what will not be taken over.
+        """The sandbox's changes since it was last read; sets `staying` to those that are never copied.
 
-        `named`: the files that the agent's tools wrote by name. Raises AgentError for too much.
+        `named`: the files that the agent's tools wrote by name. Raises AgentError for too large a diff.
         """
         assert self.sandbox is not None
         diff = await self.sandbox.diff(HARNESS_DIRECTORY)
@@ -121,11 +121,8 @@ class Mirror:
         )
 
     async def _unwanted(self, paths: set[str], named: Collection[str]) -> dict[str, str]:
-        """Why these new files stay in the sandbox; nothing is said of what nobody could be waiting for.
-
-        That is, unless a tool wrote it by name: caches, and what commands left in a directory that git
-        ignores (builds), of which only the directory is kept.
-        """
+        """Why these new files stay in the sandbox. Unless a tool wrote them by name, caches are not listed,
+        and of files in a directory that git ignores (builds) only the directory is, in `byproducts`."""
         left_out = {path for path in paths if is_left_out(path)}
         folders = {path: f"{path.rpartition('/')[0]}/" for path in paths - left_out if "/" in path}
         ignored = await self.tree.unwanted(set(folders.values()))
@@ -135,7 +132,8 @@ class Mirror:
         return staying | {path: LEFT_OUT for path in left_out if path in named}
 
     async def apply(self, files: Iterable[FileChange]) -> dict[str, str]:
-        """Takes changes of the sandbox over, into the tree if it is written to; what was not, and why."""
+        """Applies changes of the sandbox, to the tree too if `writes`; returns what was not written, and
+        why."""
         kept_back: dict[str, str] = {}
         for file in files:
             _put(self.box, file.path, file.after)
@@ -144,7 +142,7 @@ class Mirror:
         return kept_back
 
     async def roll_forward(self, change: TurnChange) -> None:
-        """Does again, before there is a sandbox, what a recorded turn did, where that is not there yet."""
+        """Repeats the changes of a recorded turn, before a sandbox exists, where they are missing."""
         for file in change.files:
             if self.box.get(file.path) == file.before:
                 _put(self.box, file.path, file.after)
@@ -152,7 +150,7 @@ class Mirror:
                     await self.write(file.path, file.after)
 
     async def write(self, path: str, after: bytes | None) -> str:
-        """Writes one file to the tree unless the person changed it; why not, or ""."""
+        """Writes one file to the tree unless the person changed it; returns why not, or ""."""
         known = self.disk.get(path)
         if known == after:
             self.refused.pop(path, None)
@@ -180,11 +178,11 @@ class Mirror:
         return ""
 
     async def _why_unknown(self, path: str) -> str:
-        """Why a file that is there was never seen."""
+        """Why an existing file was never read."""
         return IGNORED if await self.tree.unwanted([path]) else EXISTS
 
-    async def take_back(self, files: Iterable[FileChange]) -> dict[str, str]:
-        """Undoes changes in the sandbox and in the tree; what could not be undone, and why."""
+    async def undo(self, files: Iterable[FileChange]) -> dict[str, str]:
+        """Undoes changes in the sandbox and in the tree; returns what could not be undone, and why."""
         kept_back: dict[str, str] = {}
         for file in files:
             path = file.path
@@ -197,7 +195,7 @@ class Mirror:
             await self._write_box(path, file.before)
         return kept_back
 
-    async def _take_in(self, path: str, data: bytes | None) -> None:
+    async def _pull_file(self, path: str, data: bytes | None) -> None:
         _put(self.disk, path, data)
         await self._write_box(path, data)
 
@@ -214,7 +212,7 @@ class Mirror:
                 await self._write_anew(path, data, error)
 
     async def _write_anew(self, path: str, data: bytes, refusal: AgentError) -> None:
-        """Puts a file where one could not be written: the agent may have locked the one that is there."""
+        """Replaces a file that could not be written: the agent may have made it read-only."""
         assert self.sandbox is not None
         try:
             if not isinstance(refusal, PathKindError):
@@ -223,7 +221,7 @@ class Mirror:
                 return
         except AgentError as error:
             refusal = error
-        # A place that the agent has made a directory or a link: the person's file cannot go there.
+        # The agent has made the path a directory or a link: the person's file cannot be written there.
         raise SandboxError("a file of yours cannot be put into the sandbox", field=path) from refusal
 
 
@@ -235,5 +233,5 @@ def _put(files: dict[str, bytes], path: str, data: bytes | None) -> None:
 
 
 def _is_text(path: str) -> bool:
-    """Whether a path may be written down: the agent may have made names that are no text."""
+    """Whether a path can be recorded as text: the agent may create any names."""
     return path.isprintable()

@@ -1,4 +1,4 @@
-"""Which model is at work, and all that a session needs to be sampled from it."""
+"""Opens the chosen model, with everything that a session needs to sample from it."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from etude.tokens import Piece, Renderer
 from etude.tokens.grammar import ParseEvent
 
 BYTES_PER_TOKEN = 4
-"""What a token of a chat endpoint is taken for: sessions behind one are counted in bytes."""
+"""Assumed bytes per token of a chat endpoint: its sessions are counted in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelChoice:
-    """How the model was chosen on the command line; kept with the session. Raises ConfigError."""
+    """The choice of a model on the command line; stored with the session. Raises ConfigError."""
 
     run: str = ""
     """Run directory."""
@@ -46,13 +46,13 @@ class ModelChoice:
     key_variable: str = ""
     native_tools: bool = True
     context_tokens: int = 128_000
-    """Of an endpoint's model."""
+    """Context of an endpoint's model."""
     temperature: float | None = None
     tools: str = ""
-    """`core`, `full` or names; empty: what suits the model."""
+    """`core`, `full` or names; empty: the model's default."""
     index: str = ""
-    """Code index, as `agent.index`; empty: `words` for an endpoint's model. Others may have learned without
-    `semantic_search`: for them `grep`."""
+    """Code index, as `agent.index`; empty: `words` for an endpoint's model, `grep` for others, which may not
+    have learned `semantic_search`."""
 
     def __post_init__(self) -> None:
         chosen = [name for name in ("run", "model", "endpoint") if getattr(self, name)]
@@ -86,7 +86,7 @@ class ModelChoice:
             )
 
     def in_place(self) -> ModelChoice:
-        """The same for a session that works on the directory itself, of which there is no index. Raises
+        """The choice for a session that works on the directory itself, which has no index. Raises
         ConfigError."""
         if self.run or self.index in ("none", "grep"):
             return self
@@ -100,14 +100,14 @@ class ModelChoice:
         return replace(self, index="grep")
 
     def agent(self, servers: Mapping[str, McpConfig]) -> AgentConfig:
-        """The section `agent` that it stands for. Raises ConfigError."""
+        """The equivalent section `agent`. Raises ConfigError."""
         index = self.index or ("words" if self.endpoint else "grep")
         return parse_section(
             AgentConfig, {"tools": self.tools or "auto", "index": index, "mcp": dict(servers)}
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values. Paths become absolute, so that a session can be taken up from anywhere."""
+        """Plain JSON values. Paths become absolute, so that a session can be continued from any directory."""
         paths = {
             name: str(Path(getattr(self, name)).resolve()) for name in ("run", "model") if getattr(self, name)
         }
@@ -115,7 +115,7 @@ class ModelChoice:
 
     @classmethod
     def from_dict(cls, document: Mapping[str, Any]) -> ModelChoice:
-        """What `to_dict` gave, also in versions that wrote `script` (always empty). Raises StoreError."""
+        """Reads what `to_dict` wrote, also versions with `script` (always empty). Raises StoreError."""
         try:
             return cls(**{name: value for name, value in document.items() if name != "script"})
         except TypeError as error:
@@ -124,10 +124,10 @@ class ModelChoice:
 
 @dataclass(slots=True)
 class Policy:
-    """A model ready to be sampled, and how it is used."""
+    """A model that is ready to sample, and the settings of its sessions."""
 
     label: str
-    """For people."""
+    """Name for messages."""
     sampler: Sampler
     renderer: Renderer
     registry: Registry
@@ -135,8 +135,7 @@ class Policy:
     params: SamplingParams
     tool_limits: ToolLimits
     system_with: Callable[[str], str | tuple[Piece, ...] | None] | None = None
-    """Its system message with more words at the end of what a person would write; None: the model knows one
-    alone, the renderer's."""
+    """Makes the system message with text appended; None: the model has a fixed one, the renderer's."""
     summary: SummaryPolicy | None = None
     patience: Patience = field(default_factory=Patience)
     seed: int = 0
@@ -145,10 +144,10 @@ class Policy:
     indexes: TemplateIndexes | None = None
     """Code indexes; None: sandboxes search by themselves."""
     servers: Mapping[str, McpConfig] = field(default_factory=dict[str, McpConfig])
-    """MCP servers of each session, with what they offer."""
+    """MCP servers of each session, with their tools."""
     sampler_for: Callable[[Callable[[ParseEvent], None], int], Sampler] | None = None
-    """Makes a session's own sampler, where one is needed: it gets a listener to words that come before their
-    tokens, and how many messages the session has."""
+    """Makes a session's own sampler, where one is needed. Arguments: a listener to text that arrives before
+    its tokens, and the session's number of messages."""
 
     @property
     def system(self) -> str | tuple[Piece, ...] | None:
@@ -163,10 +162,11 @@ async def open_policy(
     servers: Mapping[str, McpConfig] | None = None,
     indexes: TemplateIndexes | None = None,
 ) -> AsyncIterator[Policy]:
-    """The chosen model. `one_shot`: with the limits that it was trained with, where they are known;
-    `servers`: MCP servers whose tools it gets beside ours; `indexes`: of another policy of the same choice.
+    """Opens the chosen model. `one_shot`: with the limits that it was trained with, where they are known;
+    `servers`: MCP servers whose tools it gets besides Étude's; `indexes`: of another policy of the same
+    choice.
 
-    Raises UserError for a model that is not there or cannot be used, InfrastructureError for a server.
+    Raises UserError for a model that does not exist or cannot be used, InfrastructureError for a server.
     """
     if servers and choice.run:
         raise ConfigError(
@@ -188,20 +188,20 @@ async def open_policy(
 async def describe_unknown(
     servers: Mapping[str, McpConfig], sandbox: Sandbox | None = None
 ) -> dict[str, McpConfig]:
-    """All servers, each with what it offers: those of which that is not known are asked."""
-    unknown = {name: one for name, one in servers.items() if not one.described}
+    """All servers, each with its tools; servers whose tools are not known are queried."""
+    unknown = {name: server for name, server in servers.items() if not server.described}
     if not unknown:
         return dict(servers)
     from etude.agent.mcp.client import describe_servers  # heavy, and an extra
 
     found = await describe_servers(unknown, sandbox)
-    return {name: found.get(name, one) for name, one in servers.items()}
+    return {name: found.get(name, server) for name, server in servers.items()}
 
 
 def open_model_of(
     choice: ModelChoice, one_shot: bool, agent: AgentConfig
 ) -> contextlib.AbstractAsyncContextManager[Policy]:
-    """The chosen model, spoken to as `agent` says, with no index open yet; a run's as the run says."""
+    """Opens the chosen model with the settings of `agent`, or of its run; no index is open yet."""
     if choice.endpoint:
         return _endpoint_policy(choice, agent)
     # Heavy: torch comes with it.
@@ -211,7 +211,7 @@ def open_model_of(
 
 
 def people_tool_limits() -> ToolLimits:
-    """Bounds of calls for people, who wait longer and read more than a rollout."""
+    """Limits of tool calls in sessions with people: longer times and outputs than in rollouts."""
     return ToolLimits(
         read_lines=2000,
         grep_matches=100,
@@ -222,7 +222,7 @@ def people_tool_limits() -> ToolLimits:
 
 
 def people_session_limits(max_tokens: int) -> tuple[SessionLimits, SummaryPolicy]:
-    """Limits of a context of `max_tokens`, and when it is summarised."""
+    """Limits of a session with a context of `max_tokens`, and its summary policy."""
     message, summary = min(65_536, max_tokens // 4), min(16_384, max_tokens // 16)
     limits = SessionLimits(
         max_turns=10_000,
@@ -278,5 +278,5 @@ async def _endpoint_policy(choice: ModelChoice, agent: AgentConfig) -> AsyncIter
             sampler_for=sampler_for,
         )
     finally:
-        for one in opened:
-            await one.aclose()
+        for endpoint_sampler in opened:
+            await endpoint_sampler.aclose()

@@ -1,4 +1,4 @@
-"""What the sandbox of a person's session holds beside the copy of the directory, as the command line says.
+"""The sandbox of a person's session: what it holds besides the copy of the directory, from the command line.
 
 --venv DIR, or found ──> shown at its own path, first in PATH ──┐
 --image, --dockerfile ─> the sandbox's root ────────────────────┼──> Surroundings ──> Conversation
@@ -35,24 +35,24 @@ NO_VENV = "none"
 
 @dataclass(frozen=True, slots=True)
 class SandboxChoice:
-    """How the sandbox was chosen on the command line."""
+    """The choice of a sandbox on the command line."""
 
     backend: str = "local"
     venv: str = ""
     """Directory of a Python environment; `none`; empty: the project's own if there is one."""
     image: str = ""
-    """Name of an image of the store, or of one that is made of Debian's packages."""
+    """Name of an image in the store, or of one that is built from Debian's packages."""
     dockerfile: str = ""
     """A Dockerfile, built in its directory."""
     allow: tuple[str, ...] = ()
     """Hosts that commands may reach, and RUN of the Dockerfile."""
     allow_private: tuple[str, ...] = ()
-    """`IP:port`s that such hosts may have although they are private."""
+    """Private addresses (`IP:port`) that such hosts may nevertheless resolve to."""
     in_place: bool = False
     """Whether the agent works on the directory itself."""
 
     def __post_init__(self) -> None:
-        """Raises ConfigError for a sandbox that can only work on a copy."""
+        """Raises ConfigError for a sandbox that does not support `in_place`."""
         image = f"--image {self.image}" if self.image else f"--dockerfile {self.dockerfile}"
         has_image = bool(self.image or self.dockerfile)
         if self.in_place and (has_image or self.backend not in ("local", "unisolated")):
@@ -66,14 +66,14 @@ class SandboxChoice:
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """What a sandbox is made with beside the files of the directory."""
+    """Settings and files of a sandbox, besides the files of the directory."""
 
     image: Image | None = None
     network: Network = NO_NETWORK
     files: Mapping[str, bytes] = field(default_factory=dict[str, bytes])
-    """Of the harness: never written back."""
+    """Files of the harness: never written back."""
     has_environment: bool = False
-    """Whether the project's own environment is there: then its pytest runs the tests."""
+    """Whether the project's own environment is available: then its pytest runs the tests."""
     in_place: bool = False
     """Whether the directory itself is the workspace."""
 
@@ -81,9 +81,9 @@ class Surroundings:
 async def open_surroundings(
     choice: SandboxChoice, project: Path, note: Callable[[str], None]
 ) -> tuple[SandboxBackend, Surroundings]:
-    """The backend for the sandboxes of one directory (absolute, without links), and what they hold.
+    """Opens the backend for the sandboxes of one directory (absolute, without links), and their surroundings.
 
-    `note` is called with what a person should know. Raises ConfigError, ResourceError, TemplateError.
+    `note`: called with messages for the person. Raises ConfigError, ResourceError, TemplateError.
     """
     network = Network(choice.allow)
     if choice.in_place:
@@ -122,8 +122,8 @@ async def open_surroundings(
 
 
 def _add_environment(view: HostView, project: Path, venv: str, note: Callable[[str], None]) -> bool:
-    """Raises ConfigError for an environment that was named and cannot be shown; of one that was found the
-    reason is noted."""
+    """Adds the Python environment; returns whether there is one. Raises ConfigError for a named environment
+    that cannot be used; for one that was only found, notes the reason."""
     if venv == NO_VENV:
         return False
     if venv:
@@ -144,7 +144,7 @@ def _add_environment(view: HostView, project: Path, venv: str, note: Callable[[s
 
 
 def _read_git_author() -> str:
-    """Who commits, as git's configuration says it for this user, in the words of such a configuration."""
+    """The author of commits from this user's git configuration, as a section of such a configuration."""
     lines: list[str] = []
     for key in ("name", "email"):
         command = ("git", "config", "--global", "--get", f"user.{key}")

@@ -1,4 +1,4 @@
-"""The files that a person works on: a directory, perhaps with an editor's unsaved buffers in front of it."""
+"""The files that a person works on: a directory, possibly overlaid by an editor's unsaved buffers."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from etude.kit.git import git_fault, run_git
 
 MAX_FILES = 20_000
 MAX_BYTES = 128 << 20
-"""Of all files together. A directory that holds more is refused."""
+"""Total of all files. A directory with more is refused."""
 MAX_FILE_BYTES = 8 << 20
-"""Larger files are left out, and said to be."""
+"""Larger files are left out, and reported."""
 LEFT_OUT_NAMES = frozenset(
     [
         ".git",
@@ -55,11 +55,11 @@ class Tree(Protocol):
         ...
 
     async def scan(self) -> Mapping[str, bytes]:
-        """All files as they are now. Raises ConfigError for a directory that is missing or too large."""
+        """Current contents of all files. Raises ConfigError for a directory that is missing or too large."""
         ...
 
     async def read(self, path: str) -> bytes | None:
-        """One file as it is now; None if there is none that may be read."""
+        """Current contents of one file; None if it does not exist or may not be read."""
         ...
 
     async def write(self, path: str, data: bytes) -> None:
@@ -71,20 +71,20 @@ class Tree(Protocol):
         ...
 
     async def occupied(self, path: str) -> bool:
-        """Whether something lies at a path, be it nothing that `read` gives: a file that is too large."""
+        """Whether a path exists, even if `read` does not return it, such as a file that is too large."""
         ...
 
     async def unwanted(self, paths: Iterable[str]) -> set[str]:
-        """Those of the paths that belong to nobody's work: caches, and what git would ignore.
+        """The paths among these that are not source: caches, and those that git would ignore.
 
-        A directory is named with a slash at its end.
+        A directory is given with a slash at its end.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """A file as it was read; unchanged as long as its stamp is."""
+    """A file's contents as read; valid as long as its stamp is unchanged."""
 
     stamp: tuple[int, int, int]
     data: bytes
@@ -93,12 +93,12 @@ class _Seen:
 class DirectoryTree:
     """Implements `Tree` on a directory.
 
-    In a git work tree git says which files count: those that it tracks and those that it does not ignore.
-    Symbolic links are neither read nor written, nor anything behind one.
+    In a git work tree git determines the files: those that it tracks and those that it does not ignore.
+    Symbolic links are neither read nor written nor followed.
     """
 
     def __init__(self, root: Path) -> None:
-        """Raises ConfigError if `root` is no directory."""
+        """Raises ConfigError if `root` is not a directory."""
         if not root.is_dir():
             raise ConfigError(
                 "is not a directory", field="PATH", received=str(root), fix="name a directory that exists"
@@ -171,7 +171,7 @@ class DirectoryTree:
         return {path: file.data for path, file in seen.items()}
 
     def _smaller(self) -> str:
-        """What to do about a directory that holds too much."""
+        """The advice for a directory that is too large."""
         if (self._root / ".git").exists():
             return "name a folder below it, or have git ignore what is not source"
         return "name the directory of one project, or a folder below it"
@@ -209,7 +209,7 @@ class DirectoryTree:
         return place is not None and place.exists()
 
     def _place(self, path: str) -> Path | None:
-        """Where a path lies; None where it leaves the root or leads through a link."""
+        """Absolute form of a path; None where it leaves the root or leads through a link."""
         parts = PurePosixPath(path).parts
         if not parts or path.startswith("/") or ".." in parts or "\0" in path:
             return None
@@ -221,7 +221,7 @@ class DirectoryTree:
         return place
 
     def writable(self, path: str) -> Path:
-        """Where a file may be written. Raises UserError for a path that must not be."""
+        """Absolute form of a path to write. Raises UserError for a path that must not be written."""
         place = None if is_left_out(path) else self._place(path)
         if place is None or place.is_dir():
             raise UserError("is not a file that may be written", field="PATH", received=path)
@@ -249,25 +249,26 @@ class DirectoryTree:
 
 
 def list_names(root: Path) -> list[str]:
-    """The files of a directory that count, by git where it is a work tree, sorted."""
+    """Sorted names of a directory's files: as git lists them in a work tree, else all that are not left
+    out."""
     listing = ("ls-files", "-z", "--cached", "--others", "--exclude-standard")
     names = _git(root, listing, ())
     return sorted({name for name in (_walk(root) if names is None else names) if not is_left_out(name)})
 
 
 def is_left_out(path: str) -> bool:
-    """Whether a name along the path is one that never enters a sandbox."""
+    """Whether a part of the path has a name that never enters a sandbox."""
     return not LEFT_OUT_NAMES.isdisjoint(path.split("/"))
 
 
 def is_test(path: str) -> bool:
-    """Whether a file is one of Python tests, by its name."""
+    """Whether a file contains Python tests, by its name."""
     name = path.rsplit("/", 1)[-1]
     return name.endswith(".py") and (name.startswith("test_") or name.endswith("_test.py"))
 
 
 def _walk(root: Path) -> list[str]:
-    """Regular files below `root`, without what is left out anyway."""
+    """Files below `root`, without folders that are left out anyway."""
     found: list[str] = []
     for folder, folders, files in os.walk(root):
         folders[:] = [name for name in folders if name not in LEFT_OUT_NAMES]
@@ -278,16 +279,16 @@ def _walk(root: Path) -> list[str]:
 
 
 def _git(root: Path, arguments: Sequence[str], names: Sequence[str]) -> list[str] | None:
-    """What git answers, NUL-separated; None outside of a work tree.
+    """Runs git; returns its NUL-separated output as a list, None outside of a work tree.
 
-    Raises ConfigError where there is a work tree and git does not say which files it ignores.
+    Raises ConfigError where there is a work tree and git fails.
     """
     given = "\0".join(names).encode("utf-8", "surrogateescape")
     try:
         listed = run_git(root, *arguments, stdin=given, timeout_s=_GIT_S)
     except (OSError, subprocess.SubprocessError) as error:
         if isinstance(error, subprocess.CalledProcessError) and error.returncode == 1:
-            listed: bytes = error.stdout  # of check-ignore, which says 1 where nothing is ignored
+            listed: bytes = error.stdout  # of check-ignore, which exits with 1 where nothing is ignored
         elif any((folder / ".git").exists() for folder in (root, *root.parents)):
             raise ConfigError(
                 "is in a git work tree, and git does not say which files it ignores",

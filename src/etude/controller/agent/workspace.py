@@ -1,4 +1,5 @@
-"""The workspace of a person's session: a sandbox whose changes reach the repository as each turn ends."""
+"""The workspace of a person's session: a sandbox whose changes are copied to the repository after each
+turn."""
 
 from __future__ import annotations
 
@@ -8,7 +9,14 @@ from dataclasses import dataclass, field, replace
 from etude.agent import LocalWorkspace, ToolContext
 from etude.agent.tools.interface import Access, is_path
 from etude.controller.agent.changes import TurnChange
-from etude.controller.agent.events import CallDone, CallRuns, CallsMade, FilesChanged, Noted, OnAgentEvent
+from etude.controller.agent.events import (
+    CallsRequested,
+    FilesChanged,
+    Notice,
+    OnAgentEvent,
+    ToolCallEnded,
+    ToolCallStarted,
+)
 from etude.controller.agent.folders import SessionFolder
 from etude.controller.agent.mirror import Mirror
 from etude.errors import AgentError
@@ -16,14 +24,14 @@ from etude.protocols import OnCall, OnResult
 from etude.records import ToolCall, ToolResult
 
 EVERYTHING = "."
-"""Stands for all files among those that were kept back."""
+"""Denotes all files among those that were kept back."""
 
 
 @dataclass(slots=True, eq=False)
 class MirroredWorkspace:
-    """Implements `Workspace`: LocalWorkspace, and around each turn the exchange with the tree.
+    """Implements `Workspace`: a LocalWorkspace that exchanges changes with the tree around each turn.
 
-    Results are those of LocalWorkspace, so tokens are the same as anywhere else.
+    Results are those of LocalWorkspace, so tokens are the same as in rollouts.
     """
 
     context: ToolContext
@@ -31,11 +39,11 @@ class MirroredWorkspace:
     folder: SessionFolder
     emit: OnAgentEvent
     turn: Callable[[], int]
-    """Number of the agent's present message, from 1."""
+    """Number of the agent's current message, from 1."""
     shown: set[str] = field(default_factory=set[str])
-    """What stays in the sandbox, as far as the person has read it."""
-    _kept: int | None = None
-    """Number of the present turn's change, once something of it is on disk."""
+    """Paths that stay in the sandbox and were reported to the person."""
+    _change_number: int | None = None
+    """Number of the current turn's change, once a part of it is on disk."""
 
     async def run_calls(
         self,
@@ -47,66 +55,66 @@ class MirroredWorkspace:
         turn = self.turn()
         shown: set[int] = set()
 
-        def begins(position: int, call: ToolCall) -> None:
-            if touched := self.mirror.touch(self._files_of([call], reads=False)):
-                self._keep(TurnChange(0, turn, 0, touched))
-            self.emit(CallRuns(turn, position, call))
+        def on_begin(position: int, call: ToolCall) -> None:
+            if touched := self.mirror.record_originals(self._files_of([call], reads=False)):
+                self._save_change(TurnChange(0, turn, 0, touched))
+            self.emit(ToolCallStarted(turn, position, call))
             on_call(position, call)
 
-        def ends(position: int, call: ToolCall, result: ToolResult) -> None:
+        def on_end(position: int, call: ToolCall, result: ToolResult) -> None:
             on_result(position, call, result)
             shown.add(position)
-            self.emit(CallDone(turn, position, call, result))
+            self.emit(ToolCallEnded(turn, position, call, result))
 
         schemas = tuple(tool.schema for tool in self.context.tools.values())
-        self.emit(CallsMade(turn, tuple(calls), schemas))
+        self.emit(CallsRequested(turn, tuple(calls), schemas))
         await self.mirror.refresh(self._files_of(calls))
-        results = await LocalWorkspace(self.context).run_calls(calls, known, begins, ends)
+        results = await LocalWorkspace(self.context).run_calls(calls, known, on_begin, on_end)
         for position, (call, result) in enumerate(zip(calls, results, strict=True)):
             if position not in shown:
-                self.emit(CallDone(turn, position, call, result))
+                self.emit(ToolCallEnded(turn, position, call, result))
         if len(known) < len(calls):
-            await self.settle(turn, tuple(results))
+            await self.finish_turn(turn, tuple(results))
         return results
 
     async def archive(self, path: str, text: str) -> str:
         return await LocalWorkspace(self.context).archive(path, text)
 
-    async def settle(self, turn: int, results: tuple[ToolResult, ...] | None) -> None:
-        """Takes over what changed in the sandbox: to disk first, then to the tree."""
+    async def finish_turn(self, turn: int, results: tuple[ToolResult, ...] | None) -> None:
+        """Copies the sandbox's changes: first to the session's folder, then to the tree."""
         try:
             files = await self.mirror.changes(self.context.state.changed)
         except AgentError as error:
             self.mirror.refused[EVERYTHING] = error.message
-            self.emit(Noted(f"nothing was written: {error.message}"))
+            self.emit(Notice(f"nothing was written: {error.message}"))
             return
         self.mirror.refused.pop(EVERYTHING, None)
         kept_back: dict[str, str] = {}
-        if files or self._kept is not None:
-            self._keep(TurnChange(0, turn, 0, files, results, self.mirror.writes))
-            self._kept = None
+        if files or self._change_number is not None:
+            self._save_change(TurnChange(0, turn, 0, files, results, self.mirror.writes))
+            self._change_number = None
             kept_back = await self.mirror.apply(files)
-        kept_back |= self._not_shown()
+        kept_back |= self._new_staying()
         if files or kept_back:
             self.emit(FilesChanged(turn, files, self.mirror.writes, kept_back))
 
-    def _keep(self, change: TurnChange) -> None:
-        """Makes a change durable under the turn's number, in place of what was known of it before."""
-        if self._kept is None:
-            self._kept = self.folder.next_number()
+    def _save_change(self, change: TurnChange) -> None:
+        """Saves a change durably under the turn's number; replaces what was saved of it before."""
+        if self._change_number is None:
+            self._change_number = self.folder.next_number()
         prompt = len(self.folder.meta.prompts)
-        self.folder.save_change(replace(change, number=self._kept, prompt=prompt))
+        self.folder.save_change(replace(change, number=self._change_number, prompt=prompt))
 
-    def _not_shown(self) -> dict[str, str]:
-        """What stays in the sandbox and was not shown yet."""
+    def _new_staying(self) -> dict[str, str]:
+        """Paths that stay in the sandbox and were not reported yet, and why."""
         if new := [name for name in self.mirror.byproducts if name not in self.shown]:
-            self.emit(Noted(f"git ignores what commands made in {', '.join(new)}: it stays in the sandbox"))
+            self.emit(Notice(f"git ignores what commands made in {', '.join(new)}: it stays in the sandbox"))
         staying = {path: why for path, why in self.mirror.staying.items() if path not in self.shown}
         self.shown |= staying.keys() | set(new)
         return staying
 
     def _files_of(self, calls: Iterable[ToolCall], reads: bool = True) -> list[str]:
-        """The files that these calls name to write them, or to read them."""
+        """The files that these calls name for writing or, with `reads`, for reading."""
         paths: set[str] = set()
         for call in calls:
             tool = None if call.error else self.context.tools.get(call.name)
