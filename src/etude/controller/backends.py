@@ -124,8 +124,7 @@ def open_run_backend(settings: SandboxConfig, owner: str | None = None) -> Sandb
 
 
 def check_run_backend(settings: SandboxConfig) -> None:
-    """Checks, before a run has a directory, that its sandboxes can be made: of several servers on each.
-    Raises as open_run_backend."""
+    """Checks that a run's sandboxes can be made, on each of its servers. Raises as open_run_backend."""
     if settings.servers or settings.servers_file:
         opened = _open_servers(settings, None, all_of_them=True)
     else:

@@ -83,8 +83,7 @@ class BorrowedEngine(LoanHandle):
         on_end: Callable[[], None] = lambda: None,
         on_kill: Callable[[], None] = lambda: None,
     ) -> None:
-        """`on_end`: called at once when the replica was recalled. `on_kill`: called when it is killed. See
-        LoanHandle."""
+        """`on_end`: called once the replica was recalled. `on_kill`: when it is killed. See LoanHandle."""
         super().__init__(url, token, store)
         self._needs = needs
         self._on_end, self._on_kill = on_end, on_kill

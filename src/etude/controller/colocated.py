@@ -24,8 +24,7 @@ from etude.inference import EngineService
 from etude.protocols import Handle
 
 _MAKES_ROOM = frozenset({"step", "publish"})
-"""Calls before which the engine frees its KV cache: published weights are held in addition to those in
-service."""
+"""Calls before which the engine frees its KV cache: published weights are held besides those served."""
 
 
 class ColocatedTrainer(Handle[TrainingPart]):

@@ -163,8 +163,7 @@ def _missing_for_cuda() -> str | None:
 
 
 def choose_dtype(configured: str, device: Device) -> Dtype:
-    """The number format of weights, keys and values. Raises ConfigError for one that the device does not
-    have."""
+    """The number format of weights, keys and values. Raises ConfigError if the device lacks it."""
     if device == "cpu":
         if configured == "bfloat16":
             raise ConfigError(

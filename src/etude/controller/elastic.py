@@ -160,8 +160,7 @@ class ElasticPool:
     # ---- the router -----------------------------------------------------------------------------
 
     async def _check_in(self) -> dict[str, dict[str, Any]] | None:
-        """Reports the wanted number to the router; returns the run's loans by replica, None without an
-        answer."""
+        """Reports the wanted number to the router; returns the loans by replica, None without an answer."""
         settings = self._settings
         load_tokens = _UNKNOWN_TOKENS if self._has_workers else self._fleet.load_tokens
         self._wants = wants(settings, self._wants, load_tokens)

@@ -64,8 +64,7 @@ class SampledModel:
 
 
 def served_adapter(config: RunConfig) -> AdapterConfig | None:
-    """What vLLM serves beside the base; None without adapters, and where somebody else starts the server:
-    that one gets sums."""
+    """Adapter that vLLM serves besides the base; None without one, and for a server started by others."""
     return config.rl.adapter if config.rl.adapter.rank and not config.engine.vllm.url else None
 
 

@@ -42,8 +42,7 @@ def load_any(
 
 
 def load_own(directory: Path, field: str) -> tuple[Tokenizer, LanguageModel]:
-    """As `load_any`, for Étude's engine. Raises CheckpointError, ConfigError for an architecture that it does
-    not support."""
+    """As `load_any`, for Étude's engine. Raises CheckpointError, ConfigError for other architectures."""
     if (directory / "config.json").is_file():
         read_fields(directory / "config.json")  # before anything large is read
     tokenizer, model = load_any(directory, field)
@@ -59,8 +58,7 @@ def load_own(directory: Path, field: str) -> tuple[Tokenizer, LanguageModel]:
 
 
 def load_policy(run: RunDirectory, checkpoint: str | None) -> tuple[Tokenizer, AnyModel]:
-    """Tokenizer and model of a run's checkpoint; by default `final`, or `midtrained` where that does not
-    exist yet."""
+    """Tokenizer and model of a run's checkpoint; by default `final`, else `midtrained`."""
     directory = find_checkpoint(run, checkpoint)
     model, _ = load_checkpoint(directory)
     return Tokenizer.load(_tokenizer_directory(run, directory)), model

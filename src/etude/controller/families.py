@@ -203,8 +203,7 @@ def _by_split(tasks: Sequence[Task]) -> dict[str, list[Task]]:
 
 
 def _held_apart(tasks: Sequence[Task], share: float) -> dict[str, list[Task]]:
-    """What is trained on and what is judged on. Each task's place hangs on its id: others that come or go do
-    not change it but at the edge."""
+    """(trained on, held out): a task's side depends on its id, so that added tasks move few others."""
     if len(tasks) < 2:
         raise TaskError(
             "one task cannot be trained on and judged on",

@@ -1,5 +1,4 @@
-"""Opens the environment of a run: for Étude's own agent, or for a foreign one with an endpoint to sample
-from."""
+"""Opens a run's environment: for Étude's own agent, or for a foreign one with a sampling endpoint."""
 
 from __future__ import annotations
 
@@ -36,8 +35,7 @@ async def open_environment(
     limits: EpisodeLimits,
     keep_routes: KeepRoutes,
 ) -> AsyncIterator[TimedPlayer]:
-    """Opens the player of a run's episodes in this process; closes it and the backend at exit. Raises
-    ConfigError as `check_harness`."""
+    """Opens a run's player in this process; closes it and the backend at exit. Raises as `check_harness`."""
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(backend.close)
         if config.agent.harness.command:

@@ -117,8 +117,7 @@ class Judging:
 
     @contextlib.contextmanager
     def _show_stage(self, title: str, num_sessions: int) -> Iterator[OnEnd]:
-        """Shows a stage of `num_sessions` and adds its time to the report; yields the callback for each that
-        ends."""
+        """Shows a stage, adds its time to the report; yields the callback for each session that ends."""
         began, counted = self._stop.elapsed_s, itertools.count(1)
         with show_stage(self._observer, title, num_sessions, "session") as advance:
             yield lambda trajectory: advance(next(counted))

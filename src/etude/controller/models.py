@@ -68,8 +68,7 @@ def open_model(config: RunConfig, directory: Path) -> AnyModel:
 
 
 def check_format(config: RunConfig) -> None:
-    """Raises ConfigError, before a run directory is made, for a model whose chat format does not fit
-    `[agent]`."""
+    """Raises ConfigError, before a run directory is made, if the chat format does not fit `[agent]`."""
     agent = config.agent
     if config.initial_checkpoint is None:
         frame = (("template", agent.template, "etude"), ("grammar", agent.grammar, "xml"))
@@ -113,8 +112,7 @@ def check_format(config: RunConfig) -> None:
 
 
 def check_routing(config: RunConfig, model: AnyModel) -> None:
-    """Raises ConfigError, before anything is sampled, for settings that the model's routers do not
-    support."""
+    """Raises ConfigError, before anything is sampled, for settings that the routers do not support."""
     rl = config.rl
     replays = rl.router_replay != "off"
     if isinstance(model, TransformersModel) and model.has_unknown_routers:

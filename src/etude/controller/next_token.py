@@ -71,8 +71,7 @@ class RankedNextTokenTrainer(Ranked[NextTokenTrainer, NextTokenRank]):
         drafts: DraftTraining | None,
         offending: Path,
     ) -> None:
-        """Shards `model` over the team, in place: it becomes the first rank's shard. Raises ConfigError if it
-        cannot be sharded."""
+        """Shards `model` in place: it becomes the first rank's shard. Raises ConfigError if it cannot."""
         self._batches = batches
         plan = _Plan(ModelPlan.of(model), config, drafts, offending, run.checkpoint.asynchronous)
         super().__init__(team, team.make(NextTokenRank, plan, FirstRankOnly(model), FirstRankOnly(batches)))

@@ -29,8 +29,7 @@ from etude.training.pretraining.sources import CorpusSource
 
 
 def check_pretraining(config: RunConfig) -> None:
-    """Raises ConfigError, before a run directory is made, for sources that do not exist and models that do
-    not fit."""
+    """Raises ConfigError, before a run directory is made, for missing sources and unfit models."""
     find_sources(resolve(config).pretrain.sources)
 
 

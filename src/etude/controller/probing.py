@@ -102,8 +102,7 @@ def probe_speeds(
 def _time_midtraining(
     config: RunConfig, model: LanguageModel, documents: Sequence[Document], clock: Clock
 ) -> float:
-    """Mean wall seconds of a step, without the slower first ones, on the number of threads that was fastest
-    in these; it stays set."""
+    """Mean wall seconds of a step after slower first ones; sets the number of threads that was fastest."""
     batches = ShuffledDocuments(documents, config.midtrain.tokens_per_step, config.seed)
     trainer, threads = NextTokenTrainer(model, batches, config.midtrain), ThreadChoice(config, model, _NAME)
     for _ in range(_WARM_UP_STEPS):

@@ -123,8 +123,7 @@ class Publication:
             yield
 
     async def while_collecting(self, collecting: Coroutine[Any, Any, T]) -> T:
-        """Awaits `collecting`, and returns its result; stops and raises as `publish` where the publication in
-        progress fails."""
+        """Awaits `collecting` and returns its result; raises as `publish` if the publication fails before."""
         task = self._task
         if task is None:
             return await collecting

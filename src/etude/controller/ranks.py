@@ -98,8 +98,7 @@ class ModelPlan:
     recompute: bool
     """Activation checkpointing: all ranks must recompute the same activations in the backward pass."""
     unread: Path | None
-    """Directory from which each rank reads its shards; None: the first one has all weights, and sends
-    them."""
+    """Directory from which each rank reads its shards; None: the first rank has all, and sends them."""
 
     @staticmethod
     def of(model: LanguageModel) -> ModelPlan:
@@ -108,8 +107,7 @@ class ModelPlan:
         return ModelPlan(model.config, model.vocab_size, dtype, model.ops, recompute, model.unread)
 
     def place(self, model: FirstRankOnly[LanguageModel], ranks: MeshRanks) -> LanguageModel:
-        """This rank's shard of the first rank's `model`. Collective. Raises CheckpointError where it cannot
-        be read."""
+        """This rank's shard of the first rank's `model`. Collective. Raises CheckpointError."""
         own = model.value
         if own is None:
             with torch.device("meta"):
@@ -200,8 +198,7 @@ class RankTrainer(Rank[RlTrainer]):
         model: FirstRankOnly[LanguageModel],
         weights: FirstRankOnly[WeightPublisher],
     ) -> None:
-        """`model` and `weights`: the first rank's; all ranks start from the one, and it publishes to the
-        other."""
+        """`model`, `weights`: the first rank's, from which all ranks start and to which it publishes."""
         own = plan.model.place(model, ranks)
         self._weights = _open_weights(plan.weights, weights.value, ranks)
         self._routes = StepRoutes()

@@ -199,8 +199,7 @@ class SessionReader:
 
 
 def _fault_of_calls(opening: Opening, messages: Sequence[Message]) -> str:
-    """Why a model that learns these calls would make mistakes; empty if there is no reason. A chat without
-    `tools` may call any."""
+    """Why learning these calls would teach mistakes; "" if not. A chat without `tools` may call any."""
     listed = {tool.name for tool in opening.tools}
     for call in (one for message in messages if isinstance(message, Answer) for one in message.calls):
         if not isinstance(call.arguments, dict):

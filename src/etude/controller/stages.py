@@ -44,8 +44,7 @@ class StageRunner:
     threads: ThreadChoice
 
     def restore(self, trainer: AnyNextTokenTrainer) -> bool:
-        """Restores the stage's checkpoint, if there is one; returns whether there was. Raises
-        CheckpointError."""
+        """Restores the stage's checkpoint; returns whether there was one. Raises CheckpointError."""
         newest = find_resumable(self.latest, self.metrics, self.observer)
         if newest is None or (read_state(newest) or {}).get("stage") != self.stage:
             return False

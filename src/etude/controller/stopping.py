@@ -18,8 +18,7 @@ class StopSignal:
     """
 
     def __init__(self, observer: Observer, max_wall_s: float = 0.0, already_s: float = 0.0) -> None:
-        """`max_wall_s`: limit of this sitting; 0: none. `already_s`: wall time of the run's earlier
-        sittings."""
+        """`max_wall_s`: limit of this sitting; 0: none. `already_s`: wall time of earlier sittings."""
         self._observer = observer
         self._max_wall_s = max_wall_s
         self._already_s = already_s

@@ -87,8 +87,7 @@ class Supervision:
         self._until: dict[str, float] = {}
 
     def record_failure(self, node: str) -> None:
-        """Counts a failure of a part on that machine. The unnamed one, this process's, is never
-        quarantined."""
+        """Counts a failure of a part on that machine; the unnamed one, this process's, is exempt."""
         if not node:
             return
         now = self.clock()
@@ -344,8 +343,7 @@ class SupervisedParts(Generic[PartT]):
         self._supervision.changes.tell()
 
     def remove(self, name: str) -> Supervisor[PartT] | None:
-        """Removes and returns a supervisor, for the caller to close. None where there is none of that
-        name."""
+        """Removes and returns a supervisor, for the caller to close; None if there is none of that name."""
         return self._supervisors.pop(name, None)
 
     async def start(self) -> None:

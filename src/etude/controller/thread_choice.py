@@ -56,8 +56,7 @@ class ThreadChoice:
         """The number of threads; 0 until the first measurement is complete."""
 
     def step(self, take: Callable[[], Mapping[str, float]]) -> Mapping[str, float]:
-        """Calls `take`, which takes a step and returns its metrics, on the chosen or measured number of
-        threads."""
+        """Calls `take`, which takes a step and returns its metrics, on the chosen or measured threads."""
         before, began = torch.get_num_threads(), self._clock()
         measures = len(self._counts) > 1 and not self._wait
         turn = self._counts[len(self._times) % len(self._counts)] if measures else self.chosen

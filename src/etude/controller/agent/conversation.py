@@ -182,8 +182,7 @@ class Conversation:
         return True
 
     async def undo(self) -> FilesChanged | None:
-        """Undoes the agent's changes of the last instruction that is not undone yet; None if there are
-        none."""
+        """Undoes the agent's changes of the last instruction not undone yet; None if there are none."""
         if self.surroundings.in_place:
             self.face.emit(Notice(NOT_UNDONE))
         changes = [change for change in self.folder.changes() if not change.undone and combined([change])]

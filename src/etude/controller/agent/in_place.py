@@ -21,8 +21,7 @@ from etude.sandbox.template import Image, Template
 
 NOT_UNDONE = "what commands changed, and files above 8 MiB, cannot be undone: see git status"
 MAX_TOUCHED_BYTES = 32 << 20
-"""Most bytes of a directory's files that are recorded before a call deletes it; a larger one is not
-recorded."""
+"""Most bytes of the files that are recorded before a call deletes a directory; else none are."""
 
 
 @dataclass(slots=True, eq=False)

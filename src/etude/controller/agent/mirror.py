@@ -132,8 +132,7 @@ class Mirror:
         return staying | {path: LEFT_OUT for path in left_out if path in named}
 
     async def apply(self, files: Iterable[FileChange]) -> dict[str, str]:
-        """Applies changes of the sandbox, to the tree too if `writes`; returns what was not written, and
-        why."""
+        """Applies changes of the sandbox, to the tree if `writes`; returns what was not written, and why."""
         kept_back: dict[str, str] = {}
         for file in files:
             _put(self.box, file.path, file.after)

@@ -249,8 +249,7 @@ class DirectoryTree:
 
 
 def list_names(root: Path) -> list[str]:
-    """Sorted names of a directory's files: as git lists them in a work tree, else all that are not left
-    out."""
+    """Sorted names of a directory's files: as git lists them, else all that are not left out."""
     listing = ("ls-files", "-z", "--cached", "--others", "--exclude-standard")
     names = _git(root, listing, ())
     return sorted({name for name in (_walk(root) if names is None else names) if not is_left_out(name)})

@@ -1,5 +1,4 @@
-"""The workspace of a person's session: a sandbox whose changes are copied to the repository after each
-turn."""
+"""The workspace of a person's session: a sandbox whose changes go to the repository after each turn."""
 
 from __future__ import annotations
 

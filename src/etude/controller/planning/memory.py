@@ -114,8 +114,7 @@ def _in_turns(
     available_bytes: float,
     sets: int,
 ) -> list[MemoryPlan]:
-    """What a colocated run holds while it samples, trains and exchanges weights. `sets`: of weights in the
-    engine during the last."""
+    """Memory of a colocated run in each phase. `sets`: of weights in the engine during an update."""
     step_only = {"gradients", "activations", "logits"}
     if place.device != "cpu":  # there host memory is the same memory
         step_only.add("optimizer")

@@ -113,8 +113,7 @@ def _decode_step_s(config: RunConfig, sizes: ModelSizes, place: Place, rates: Ra
 
 
 def _pools(config: RunConfig, processes: Processes, wanted: float) -> list[_Pool]:
-    """Who samples, if `wanted` sessions are to be under way at once: each takes as many of them as it has
-    places."""
+    """The engines that sample `wanted` concurrent sessions, divided in proportion to their slots."""
     slots, here = config.engine.num_slots, processes.engines + processes.borrowed
     own_devices = 1 if processes.on_one_machine else processes.engines
     places = {"here": here * slots, "elsewhere": float(processes.elsewhere * slots)}

@@ -37,8 +37,7 @@ class EngineFleet(PatientSampler):
         build: Build,
         supervision: Supervision,
     ) -> None:
-        """`spawns`: functions that start each engine's process, by name. `build`: required of all
-        processes."""
+        """`spawns`: functions that start each engine's process, by name. `build`: of all processes."""
         super().__init__(supervision.settings.patience_s)
         self._build = build
         self._supervision, self._settings = supervision, supervision.settings

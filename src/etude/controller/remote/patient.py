@@ -29,8 +29,7 @@ _PAUSE_S = 0.05
 
 
 class PatientSampler:
-    """Implements Sampler over engines that join, fail and leave: requests wait for an engine. For one event
-    loop."""
+    """Implements Sampler over engines that join, fail and leave: requests wait. For one event loop."""
 
     def __init__(self, patience_s: float) -> None:
         """`patience_s`: how long a request waits for an engine, counted from the first loss."""
