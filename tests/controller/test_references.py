@@ -13,7 +13,7 @@ from etude.agent.tools.edit_lines import replace_lines
 from etude.config import RunConfig
 from etude.controller.expert_chats import ScriptedSession
 from etude.controller.families import open_family
-from etude.controller.references import Hunk, Look, find_hunks, find_looks, find_named, play_references
+from etude.controller.references import FileRead, Hunk, find_hunks, find_named, plan_reads, play_references
 from etude.observe import SilentObserver
 from etude.records import Task, ToolCall
 from etude.tasks.harbor import write_harbor
@@ -88,13 +88,15 @@ def test_grep_shows_each_line_that_is_read_from() -> None:
     rows[9], rows[379] = "def near():", "def far():"
     text = "\n".join(rows)
     near, next_page, far = Hunk(12, 13, "x"), Hunk(55, 55, "x"), Hunk(400, 401, "x")
-    assert find_looks("`near` is wrong", text, [near]) == [Look(("near",), ((10, 40),))]
-    assert find_looks("`near` is wrong", text, [near, next_page]) == [Look(("near",), ((10, 40), (50, 40)))]
-    both = [Look(("near",), ((10, 40),)), Look(("far",), ((380, 40),))]
-    assert find_looks("`near` is wrong", text, [near, far]) == both, "the second is above what is changed"
-    assert find_looks("`near` is wrong", text, [far]) == both
-    assert find_looks("It is wrong", text, [far]) == both[1:]
-    assert find_looks("`near` is wrong", "", [near]) == [Look((), ((4, 18),))], "nothing shows a line"
+    assert plan_reads("`near` is wrong", text, [near]) == [FileRead(("near",), ((10, 40),))]
+    assert plan_reads("`near` is wrong", text, [near, next_page]) == [
+        FileRead(("near",), ((10, 40), (50, 40)))
+    ]
+    both = [FileRead(("near",), ((10, 40),)), FileRead(("far",), ((380, 40),))]
+    assert plan_reads("`near` is wrong", text, [near, far]) == both, "the second is above what is changed"
+    assert plan_reads("`near` is wrong", text, [far]) == both
+    assert plan_reads("It is wrong", text, [far]) == both[1:]
+    assert plan_reads("`near` is wrong", "", [near]) == [FileRead((), ((4, 18),))], "nothing shows a line"
 
 
 def test_what_cannot_be_played_is_left_out_with_its_reason() -> None:

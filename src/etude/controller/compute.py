@@ -1,6 +1,6 @@
-"""What computes on this machine: the device, the number format, threads, memory and the engine's kernels.
+"""Compute settings on this machine: device, number format, threads, memory and the engine's kernels.
 
-Device, number format and kernels decide the last bits of a run, so a run keeps what it was begun with.
+Device, number format and kernels determine a run's results bit for bit, so a resumed run keeps them.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ _KEPT_BYTES = 1 << 30
 
 def resolve_compute(run: RunDirectory, config: RunConfig, observer: Observer) -> RunConfig:
     """The configuration with device, number format and kernels resolved: as configured, else as the run was
-    begun with, else as they suit this machine. Stores them with the run, sets the compute threads, and has
-    the process keep memory.
+    begun with, else as suits this machine. Stores them with the run, sets the compute threads, and makes the
+    process keep freed memory.
 
-    Raises ResourceError for a GPU or for kernels that are asked for, or that the run was begun with, and
-    cannot be had; ConfigError for a number format that the device does not compute in.
+    Raises ResourceError for a GPU or kernels that are configured, or that the run was begun with, and are not
+    available; ConfigError for a number format that the device does not support.
     """
     device, dtype, kernels = _as_begun(run, config)
     place = choose_place(device, dtype, kernels, config.numerics, observer)
@@ -51,8 +51,8 @@ def resolve_compute(run: RunDirectory, config: RunConfig, observer: Observer) ->
 
 
 def resolve_evaluation(run: RunDirectory, config: RunConfig | None = None) -> RunConfig:
-    """As `resolve_compute`, for judging a run's policies: stores nothing, and where the run's device or
-    kernels cannot be had, others do. `config`: in place of the run's own."""
+    """As `resolve_compute`, for evaluating a run's policies: stores nothing, and replaces the run's device or
+    kernels where they are not available. `config`: replaces the run's own."""
     config = config or run.config
     wanted, dtype, kernels = _as_begun(run, config)
     device = choose_device("cpu" if wanted == "cpu" else "auto", config.numerics)
@@ -91,7 +91,7 @@ class Place:
 
     @property
     def element_bytes(self) -> int:
-        """Of one number of weights, keys and values."""
+        """Bytes of one element of weights, keys and values."""
         return 2 if self.dtype == "bfloat16" else 4
 
 
@@ -102,8 +102,8 @@ def choose_place(
     numerics: str = "fast",
     observer: Observer | None = None,
 ) -> Place:
-    """What is configured (see RunConfig and EngineConfig), with open choices made to fit together and this
-    machine. Raises ResourceError for what cannot be had here, ConfigError for what does not fit."""
+    """The configured device, number format and kernels (see RunConfig and EngineConfig), with `auto` resolved
+    for this machine. Raises ResourceError for unavailable ones, ConfigError for ones that do not fit."""
     if device == "auto" and kernels in ("eager", "native"):
         device = "cpu"
     chosen = choose_device(device, numerics)
@@ -126,8 +126,8 @@ def choose_weight_dtype(configured: str, place: Place) -> Dtype:
 
 
 def free_memory_bytes(model: nn.Module, place: Place) -> int:
-    """Memory that is left for keys and values of an engine yet to be made, which will hold the weights of
-    `model` twice: those in service, and the next ones beside them."""
+    """Memory available for the KV cache of an engine that is not made yet, and that will hold the weights of
+    `model` twice: those in service and the next ones."""
     if place.device == "cpu":
         return available_memory_bytes()
     weights = sum(parameter.numel() for parameter in model.parameters()) * place.element_bytes
@@ -135,8 +135,8 @@ def free_memory_bytes(model: nn.Module, place: Place) -> int:
 
 
 def choose_device(configured: str, numerics: str = "fast") -> Device:
-    """`cuda` if it is asked for, or the choice is open and it can be had. Raises ResourceError where it
-    cannot, ConfigError for numerics that it does not have."""
+    """`cuda` if it is configured, or for `auto` if it is available. Raises ResourceError where it is not,
+    ConfigError for numerics that it does not support."""
     if configured == "cpu" or (configured == "auto" and numerics == "invariant"):
         return "cpu"
     if numerics == "invariant":
@@ -178,9 +178,9 @@ def choose_kernels(
     observer: Observer | None = None,
     device: Device = "cpu",
 ) -> Kernels:
-    """`gpu` on a GPU; `native` where it compiles, if the choice is open; says why not.
+    """`gpu` on a GPU; for `auto` on a CPU `native` where it compiles; else reports why not, and `eager`.
 
-    Raises ResourceError if it must be `native` and does not compile, ConfigError for kernels of another
+    Raises ResourceError if `native` is configured and does not compile, ConfigError for kernels of another
     device.
     """
     if (configured == "gpu") != (device == "cuda") and configured != "auto":
@@ -206,9 +206,9 @@ def choose_kernels(
 
 
 def place_model(model: AnyModule, config: RunConfig) -> AnyModule:
-    """Brings a model to be trained to the device of a resolved configuration, in its number format, and gives
-    it the device's arithmetic and, if wanted, activation checkpointing. Changes the model in place, and
-    returns it."""
+    """Moves a model to train to the device of a resolved configuration, in its number format, with the
+    device's operations and, if configured, activation checkpointing. Changes the model in place; returns
+    it."""
     if isinstance(model, LanguageModel):
         model.checkpoint_activations(config.activation_checkpointing)
     if config.device != "cuda":
@@ -235,9 +235,9 @@ def set_threads(configured: int, device: Device = "cpu") -> int:
 
 
 def keep_freed_memory() -> None:
-    """Has the C library keep what is freed for what comes next, where it is GNU's: it would return large
-    tensors to the kernel, which clears their pages again at the next step. All threads share it: of the 64 MB
-    pieces that each would have to itself, large tensors leave much unused."""
+    """Makes the GNU C library keep freed memory for reuse: it would return large tensors to the kernel, which
+    clears their pages again at the next step. All threads share one arena: in arenas of their own, of 64 MB
+    pieces, large tensors would leave much unused."""
     library = ctypes.CDLL(None)
     if hasattr(library, "gnu_get_libc_version"):
         library.mallopt(_M_MMAP_THRESHOLD, _LARGEST_KEPT_BYTES)
@@ -246,13 +246,13 @@ def keep_freed_memory() -> None:
 
 
 def use_sampling_threads(config: RunConfig) -> None:
-    """Sets the compute threads for stages that sample. Training calls bring their own count."""
+    """Sets the compute threads for stages that sample. Calls of the trainer set their own number."""
     if config.engine.num_threads:
         torch.set_num_threads(config.engine.num_threads)
 
 
 def resolve_numerics(config: RunConfig) -> RunConfig:
-    """The configuration with the kernels that its numerics ask for.
+    """The configuration with the kernels that its numerics require.
 
     Raises ResourceError where batch-invariant ones cannot be compiled.
     """

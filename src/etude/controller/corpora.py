@@ -1,4 +1,4 @@
-"""Sources of pre-training opened: their files, a tokenizer, tokens, and what is held out."""
+"""Opens sources of pre-training: their files, a tokenizer, tokens, and held-out documents."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from etude.training.pretraining.reading import ReadingReport, SourceFiles, find_
 from etude.training.pretraining.sources import CorpusSource, InfillingShares, cut
 
 _END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "<\uff5cend\u2581of\u2581sentence\uff5c>", END_TOKEN)
-"""What stands behind a document, as known tokenizers call it."""
+"""Names of the end-of-document token in known tokenizers."""
 TOKENIZER_CHARACTERS = 20_000_000
-"""Characters of all sources together that a tokenizer is trained on."""
+"""Characters that a tokenizer is trained on, of all sources together."""
 
 
 def session_control_tokens(agent: AgentConfig | None = None) -> list[str]:
-    """What a tokenizer of our own holds as single tokens: framing, the tools' tags, and filling in."""
+    """Control tokens of a tokenizer trained here: framing, the tools' tags, and fill-in-the-middle."""
     return [*own_control_tokens(agent), *OWN_SENTINELS]
 
 
@@ -42,8 +42,8 @@ def find_sources(sources: Mapping[str, SourceConfig]) -> list[SourceFiles]:
 def train_source_tokenizer(
     files: Sequence[SourceFiles], vocab_size: int, agent: AgentConfig | None = None
 ) -> Tokenizer:
-    """A tokenizer for texts of these sources, as many characters from each, and for sessions with the tools
-    of `agent`. Raises ConfigError where there are no texts."""
+    """Trains a tokenizer on texts of these sources, equally many characters from each, with control tokens
+    for sessions with the tools of `agent`. Raises ConfigError where there are no texts."""
     each = TOKENIZER_CHARACTERS // len(files)
     controls = session_control_tokens(agent)
     texts = (text for source in files for text in _texts(source, each))
@@ -71,7 +71,8 @@ def _texts(source: SourceFiles, most_characters: int) -> Iterator[str]:
 def open_tokenizer(
     config: RunConfig, own: Path, files: Sequence[SourceFiles], observer: Observer
 ) -> Tokenizer:
-    """The tokenizer of a pre-training run: named, the checkpoint's, or trained once and kept in `own`."""
+    """The tokenizer of a pre-training run: configured, the checkpoint's, or trained once and saved in
+    `own`."""
     if config.pretrain.tokenizer:
         return Tokenizer.load(Path(config.pretrain.tokenizer))
     if config.initial_checkpoint is not None:
@@ -83,7 +84,7 @@ def open_tokenizer(
 
 
 def end_token_of(tokenizer: Tokenizer) -> int | None:
-    """What stands behind a document; None where the tokenizer has nothing known for it."""
+    """The end-of-document token; None where the tokenizer has no known one."""
     names = (name for name in _END_TOKENS if tokenizer.has_control(name))
     return next((tokenizer.control_id(name) for name in names), None)
 
@@ -91,7 +92,7 @@ def end_token_of(tokenizer: Tokenizer) -> int | None:
 def open_sources(
     files: Sequence[SourceFiles], tokenizer: Tokenizer, config: PretrainConfig, observer: Observer
 ) -> list[CorpusSource]:
-    """The sources as tokens, tokenised now if nobody has before. Raises ConfigError."""
+    """The sources as tokens, tokenised now unless they are in the cache. Raises ConfigError."""
     shares = None
     if config.fim_rate:
         shares = InfillingShares(Infilling.of(tokenizer), config.fim_rate, config.fim_spm_share)
@@ -108,8 +109,8 @@ def open_sources(
 
 
 def heldout_documents(source: CorpusSource, window: int, most_tokens: int) -> list[Document]:
-    """Held-out pieces of one source, in an order of their own, up to so many tokens and at least one. All
-    their tokens are marked."""
+    """Held-out pieces of one source in a fixed random order, at least one, up to `most_tokens`. All their
+    tokens are marked."""
     pieces = cut(np.flatnonzero(source.heldout & (source.lengths > 1)), source.lengths, window)
     order = np.random.default_rng(0).permutation(len(pieces))
     found: list[Document] = []
@@ -126,8 +127,8 @@ def heldout_documents(source: CorpusSource, window: int, most_tokens: int) -> li
 def heldout_middles(
     corpus: Corpus, documents: Sequence[Document], tokenizer: Tokenizer, window: int
 ) -> list[Document]:
-    """The same texts, a little shortened, with a gap to fill in (prefix, suffix, middle); only the gap's
-    tokens are marked. Empty where the tokenizer or the corpus has no way to."""
+    """The same texts, slightly shortened, as fill-in-the-middle (prefix, suffix, middle); only the middle's
+    tokens are marked. Empty where the tokenizer or the corpus does not support it."""
     infilling = Infilling.find(tokenizer)
     if infilling is None or not corpus.is_text:
         return []

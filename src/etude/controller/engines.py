@@ -1,4 +1,4 @@
-"""The engine of a run, as its configuration says."""
+"""Makes the engine of a run from its configuration."""
 
 from __future__ import annotations
 
@@ -35,28 +35,28 @@ LocalService = EngineService | VllmSampler
 
 @dataclass(frozen=True, slots=True)
 class SampledModel:
-    """What an engine has to know of a model before its weights come."""
+    """Properties of a model that an engine needs before it gets weights."""
 
     is_routed: bool
     """Whether it is a mixture of experts."""
     dtype: str
-    """In which vLLM computes: its own choice for float32 weights, half precision, is far from the trainer."""
+    """Number format for vLLM: its default for float32 weights, half precision, differs from the trainer."""
     vocab_size: int
     """Rows of its embedding: a checkpoint may have more than its tokenizer has tokens."""
     is_own: bool = True
-    """Whether the section `model` describes it; else `initial_checkpoint` does, to vLLM."""
+    """Whether the section `model` describes it; otherwise it is foreign, and `initial_checkpoint` does."""
 
     @staticmethod
     def of(model: AnyModel, dtype: str = "") -> SampledModel:
-        """Of a model at hand, or of what is made of it in another `dtype`."""
+        """The properties of a loaded model, or of one made from it in another `dtype`."""
         own = str(next(model.parameters()).dtype).removeprefix("torch.")
         is_own = isinstance(model, LanguageModel)
         return SampledModel(model.num_experts > 0, dtype or own, model.vocab_size, is_own)
 
     @staticmethod
     def configured(config: RunConfig, tokenizer: Tokenizer) -> SampledModel:
-        """Of one that the section `model` of a resolved configuration describes, where the checkpoint that
-        the run begins with lies, if any. Raises CheckpointError."""
+        """The properties of the model of a resolved configuration; reads the vocabulary's size from the
+        initial checkpoint, if there is one. Raises CheckpointError."""
         given, vocab_size = config.initial_checkpoint, tokenizer.vocab_size
         if given is not None and (Path(given) / "config.json").is_file():
             vocab_size = read_vocab_size(Path(given))
@@ -71,7 +71,7 @@ def served_adapter(config: RunConfig) -> AdapterConfig | None:
 def make_snapshots(
     root: Path, tokenizer: Tokenizer, model: AnyModel, adapter: AdapterConfig | None = None
 ) -> ModelSnapshots:
-    """Writes what is published where vLLM reads it, below `root`. `adapter`: see ModelSnapshots."""
+    """A publisher that writes weights for vLLM below `root`. `adapter`: see ModelSnapshots."""
     if isinstance(model, LanguageModel) and model.unread is not None:
         check_memory(model)
         model = copy.deepcopy(model).to_empty(device="cpu")
@@ -91,7 +91,7 @@ def _make_model(config: RunConfig, model: SampledModel) -> AnyModel:
 
 
 def check_engine(config: RunConfig) -> None:
-    """Refuses what `make_engine` would, as far as the configuration says it. Raises ConfigError."""
+    """Raises ConfigError for settings that `make_engine` would refuse, as far as the configuration shows."""
     held, longest = config.engine.cache_tokens, config.agent.max_tokens + 1
     if held and (pages_for(held) or 0) < (pages_for(longest) or 0):
         raise ConfigError(
@@ -113,11 +113,11 @@ def make_local_service(
     *,
     is_supervised: bool = False,
 ) -> LocalService:
-    """The engine that is configured, which begins as its context is entered. `fetch`: the checked tensors of
-    a manifest; None, of vLLM only: manifests are of `make_snapshots`, on this machine or where it sees them.
+    """The configured engine, which starts when its context is entered. `fetch`: returns the checked tensors
+    of a manifest; None, for vLLM only: manifests are of `make_snapshots`, in directories that vLLM can read.
     `delay_steps`: see EngineService. `is_supervised`: see make_vllm_sampler."""
     if config.engine.backend != "vllm":
-        assert fetch is not None, "our engine is given its weights"
+        assert fetch is not None, "Étude's engine has to fetch its weights"
         return EngineService(make_engine(config, model), fetch, delay_steps)
 
     def make(root: Path) -> ModelSnapshots:
@@ -156,7 +156,7 @@ def make_engine(config: RunConfig, model: SampledModel) -> Engine:
 
 
 async def serve_model(weights: WeightPublisher, service: WeightSink, model: AnyModel, name: str) -> None:
-    """Brings a model into service as step 0 of `name`."""
+    """Publishes and activates a model as step 0 of `name`."""
     manifest = weights.publish(PolicyVersion(name, 0), dict(model.named_parameters()))
     await service.stage(manifest)
     await service.activate(manifest.version)

@@ -1,4 +1,4 @@
-"""Sessions of a scripted author, and these as chats: what models of others are fine-tuned on."""
+"""Sessions of a scripted author, and their export as chats to fine-tune foreign models on."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from etude.tokens.grammar import ToolSchema
 
 @dataclass(frozen=True, slots=True)
 class ScriptedTurn:
-    """One message and what the agent was shown for it."""
+    """One message and the tool outputs that followed it."""
 
     parts: tuple[ToolCall | str, ...]
-    """Calls, or raw text where the author erred."""
+    """Calls, or raw text where the author makes a mistake."""
     outputs: tuple[str, ...]
-    """Empty for the message that ended the session."""
+    """Empty for the message that ends the session."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +45,9 @@ def write_chats(
     """Writes sessions as chats, one JSON object a line, with the tools and the system words of `agent`;
     returns how many.
 
-    Sessions are left out in which the author shows what is malformed in tags of our own, or calls a tool that
-    is not offered. `flawless`: also those whose tests did not pass the first and only time they ran. Raises
-    ConfigError for a tool that there is not, and where nothing is left to write.
+    Sessions are left out in which the author writes malformed tags, or calls a tool that is not offered.
+    `flawless`: also those whose tests did not pass in the first and only run. Raises ConfigError for unknown
+    tools, and where no sessions are left.
     """
     tools, system = tools_and_system(agent)
     names = {schema.name for schema in tools}
@@ -73,7 +73,7 @@ def write_chats(
 
 
 def _is_written(session: ScriptedSession, names: set[str]) -> bool:
-    """Whether all that the author writes can be written with these tools."""
+    """Whether the whole session can be expressed with these tools."""
     parts = [part for turn in session.turns for part in turn.parts]
     return all(part.name in names if isinstance(part, ToolCall) else "<" not in part for part in parts)
 

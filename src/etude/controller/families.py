@@ -1,10 +1,9 @@
-"""Families of tasks: what a run is trained on and judged on, and what its model reads first.
+"""Families of tasks: the tasks that a run trains on and is evaluated on, and its documents of mid-training.
 
     tasks.family = "MODULE:FUNCTION"  ──imported, called with the configuration──>  TaskFamily
 
 The families of the quickstart are such functions too, in a package of their own (`examples/quickstart`);
-`bug_fixes` and `trails` are short names for them. Only directories of tasks are read by a family that is
-defined here.
+`bug_fixes` and `trails` are short names for them. Only the family of task directories is defined here.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from etude.kit.importing import import_callable
 from etude.records import Task
 
 if TYPE_CHECKING:
-    # Torch comes with some of them, which the commands that show tasks do without.
+    # Some of them import torch, which commands that show tasks do not need.
     from etude.controller.expert_chats import ScriptedSession
     from etude.evaluation import ActingTasks
     from etude.observe import Observer
@@ -47,37 +46,37 @@ class TaskFamily(Protocol):
 
     @property
     def splits(self) -> Sequence[str]:
-        """Names for `evaluation_tasks`. A run is judged on `heldout` before and after; on `heldout_family`
-        too, and during training on `validation`, if they are among the names."""
+        """Names for `evaluation_tasks`. A run is evaluated on `heldout` before and after training; also on
+        `heldout_family`, and during training on `validation`, if these are among the names."""
         ...
 
     @property
     def notes(self) -> Sequence[str]:
-        """What a run says of the tasks as it starts, a line each."""
+        """Messages about the tasks that a run shows as it starts, a line each."""
         ...
 
     @property
     def acting(self) -> Sequence[ActingTasks]:
-        """Kinds of tasks that the run also trains on, and whose figures it reports by themselves; each has
-        the split `NAME_heldout`."""
+        """Further kinds of tasks that the run trains on and reports separately; each has the split
+        `NAME_heldout`."""
         ...
 
     def source(self) -> TaskSource:
-        """The tasks of reinforcement learning, by number. A number stands for one task for ever: runs that
-        are resumed, and sessions that are replayed, ask for it again."""
+        """The tasks of reinforcement learning, by number. A number must always give the same task: resumed
+        runs and replayed sessions request it again."""
         ...
 
     def evaluation_tasks(self, split: str, count: int) -> list[Task]:
-        """The first tasks of a split, always the same; fewer where there are no more. Raises ConfigError for
-        a split that the family does not have."""
+        """The first tasks of a split, always the same; fewer where it has fewer. Raises ConfigError for a
+        split that the family does not have."""
         ...
 
     def train_tokenizer(self, observer: Observer) -> Tokenizer:
-        """The tokenizer of a model that is trained from nothing."""
+        """Trains the tokenizer of a new model."""
         ...
 
     def documents(self, renderer: Renderer, observer: Observer) -> list[Document]:
-        """What mid-training reads. A function of the configuration and the renderer alone."""
+        """The documents of mid-training. A function of the configuration and the renderer alone."""
         ...
 
     def scripted_session(self, number: int, renderer: Renderer) -> tuple[Task, Messages]:
@@ -93,7 +92,7 @@ _MEMBERS = [name for name in dir(TaskFamily) if not name.startswith("_")]
 
 
 def open_family(config: RunConfig, observer: Observer | None = None) -> TaskFamily:
-    """The family that a configuration names. `observer` sees tasks of a directory being checked.
+    """The family that a configuration names. `observer`: shows the progress of checking a directory's tasks.
 
     Raises TaskError for directories of tasks that cannot be read, ConfigError for a family that cannot be
     imported or lacks a member of TaskFamily.
@@ -114,7 +113,7 @@ def open_family(config: RunConfig, observer: Observer | None = None) -> TaskFami
 
 
 def _import_family(name: str) -> Callable[[RunConfig], TaskFamily]:
-    """Raises ConfigError, which says how to install the quickstart's families."""
+    """Imports a family. Raises ConfigError, with how to install the quickstart's families."""
     try:
         return import_callable(name, "tasks.family")
     except ConfigError as error:
@@ -131,11 +130,11 @@ def check_split(split: str, splits: Sequence[str]) -> None:
 
 
 class DirectoryTasks:
-    """Tasks of the user's own: a finite set, read once. Mid-training, if there is any, reads what it does for
-    the quickstart's bug fixes. Implements `TaskFamily`.
+    """The user's own tasks: a finite set, read once. Mid-training, if there is any, uses the documents of the
+    quickstart's bug fixes. Implements `TaskFamily`.
 
-    Where `heldout_directory` is not named, tasks are held out by the `split` of their metadata, as made tasks
-    have it: one module's tasks are all trained on, or all judged on. Where none says `heldout`, a share is.
+    Without `heldout_directory`, tasks are held out by the `split` of their metadata, which made tasks have:
+    tasks of a module are on one side. Where no task has the split `heldout`, a share is held out.
     """
 
     acting = ()
@@ -192,8 +191,8 @@ class DirectoryTasks:
 
 
 def _by_split(tasks: Sequence[Task]) -> dict[str, list[Task]]:
-    """Tasks by the split that they name; those that name none are trained on. Empty if one of the two sets
-    that a run needs would be."""
+    """Tasks by the split of their metadata; tasks without one are for training. Empty if there would be no
+    training or no held-out tasks."""
     found: dict[str, list[Task]] = {"train": [], "heldout": [], "validation": []}
     for task in tasks:
         found.get(str(task.metadata.get("split")), found["train"]).append(task)

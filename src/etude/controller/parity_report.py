@@ -1,10 +1,10 @@
-"""Trainer against engine, for any checkpoint: what `etude doctor parity` and the benchmark measure.
+"""Parity of trainer and engine for any checkpoint: for `etude doctor parity` and the benchmark.
 
-    sessions ──sample──> tokens, log-probabilities, routes   (decoding: what rollouts hand to the trainer)
-             ──score───> log-probabilities, routes           (prefill: what the gate of a run compares)
+    sessions ──sample──> tokens, log-probabilities, routes   (decoding: as rollouts pass to the trainer)
+             ──score───> log-probabilities, routes           (prefill: as a run's parity gate compares)
 
 Both are compared with the trainer's own scores of the same tokens: with experts chosen by its own router, and
-with those that the engine recorded, which is how a run trains unless configured otherwise.
+with those that the engine recorded, with which a run trains unless configured otherwise.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ _PROMPT_TOKENS = 16
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlayedSequence:
-    """One session's tokens [T], and what the engine said of them."""
+    """One session's tokens [T], and the engine's results for them."""
 
     tokens: NDArray[np.int32]
     num_prompt: int
     sampled_logprobs: NDArray[np.float32]
-    """[T - num_prompt] as sampled."""
+    """[T - num_prompt] from decoding."""
     sampled_routes: NDArray[Any] | None
     """[T, MoE layers, top_k]: `missing_route` where nothing was recorded, as for the last token."""
     scored_logprobs: NDArray[np.float32]
-    """[T] as a prompt."""
+    """[T] from prefill."""
     scored_routes: NDArray[Any] | None
 
 
@@ -67,7 +67,7 @@ class ParityReport:
     @property
     def deciding(self) -> dict[str, ParityFigures]:
         """The comparisons that a run depends on: those with replay, where there are routes."""
-        replayed = {name: one for name, one in self.figures.items() if name.endswith(REPLAYED)}
+        replayed = {name: f for name, f in self.figures.items() if name.endswith(REPLAYED)}
         return replayed or self.figures
 
     def passes(self, limit: float, *, exact: bool = False) -> bool:
@@ -78,16 +78,16 @@ class ParityReport:
 
     def to_json(self) -> dict[str, Any]:
         """All figures, and the share of routes that differ."""
-        figures = {name: one.to_json() for name, one in self.figures.items()}
+        figures = {name: compared.to_json() for name, compared in self.figures.items()}
         return {"figures": figures, "routes_differing": self.routes_differing}
 
 
 async def play(
     sampler: Sampler, prompts: Sequence[NDArray[np.int32]], num_tokens: int
 ) -> list[PlayedSequence]:
-    """Samples each prompt on to `num_tokens` tokens in all, side by side, and then scores the whole of each.
+    """Continues each prompt to `num_tokens` tokens in all, concurrently, and then scores each sequence.
 
-    The sampler must serve one version all the while. Raises SamplerError.
+    The sampler must serve the same version throughout. Raises SamplerError.
     """
     played = await run_together(
         _sample(sampler, number, prompt, num_tokens - len(prompt)) for number, prompt in enumerate(prompts)
@@ -112,7 +112,7 @@ async def play(
 def compare(
     model: AnyModel, played: Sequence[PlayedSequence], micro_batch_sequences: int = 8
 ) -> ParityReport:
-    """Scores what was played by the trainer's model, so many sequences at a time."""
+    """Scores the sequences by the trainer's model, `micro_batch_sequences` at a time, and compares."""
     tokens = [sequence.tokens for sequence in played]
     scorer = cast(LanguageModel, model)  # TransformersModel answers the same calls
 
@@ -141,14 +141,14 @@ def compare(
 
 
 def random_prompts(vocab_size: int, num_sequences: int, seed: int) -> list[NDArray[np.int32]]:
-    """Short prompts of random tokens: for checkpoints of which nothing else is known."""
+    """Short prompts of random tokens, for checkpoints without known texts."""
     rng = np.random.default_rng(seed)
     return [rng.integers(0, vocab_size, _PROMPT_TOKENS).astype(np.int32) for _ in range(num_sequences)]
 
 
 def text_prompts(tokens: NDArray[np.int32], num_sequences: int, length: int) -> list[NDArray[np.int32]]:
-    """`num_sequences` pieces of up to `length` tokens from all over a text. Raises ConfigError for one that
-    is too short to have so many."""
+    """`num_sequences` evenly spaced pieces of up to `length` tokens. Raises ConfigError for too short a
+    text."""
     if len(tokens) < 2 * num_sequences:
         raise ConfigError(
             f"too short for {num_sequences} prompts",
@@ -174,7 +174,7 @@ async def _sample(
 
 
 def _assemble_routes(chunks: Sequence[SampleChunk], length: int) -> NDArray[Any] | None:
-    """The routes that came with the chunks, for every position; later ones replace earlier ones."""
+    """The chunks' routes, for every position; later ones replace earlier ones."""
     recorded = [(chunk.routes_start, chunk.routes) for chunk in chunks if chunk.routes is not None]
     if not recorded:
         return None
@@ -189,7 +189,8 @@ def _assemble_routes(chunks: Sequence[SampleChunk], length: int) -> NDArray[Any]
 def _compare_sampled(
     trainer: Sequence[NDArray[np.float32]], played: Sequence[PlayedSequence]
 ) -> ParityFigures:
-    """Over sampled tokens alone; the entry before them takes the place of the first, which nobody scores."""
+    """Compares sampled tokens alone, after one entry that stands in for the first token, which has no
+    score."""
     ours = [scores[s.num_prompt - 1 :] for scores, s in zip(trainer, played, strict=True)]
     theirs = [np.concatenate(([np.float32(0)], s.sampled_logprobs)) for s in played]
     return compare_logprobs(ours, theirs)
@@ -197,7 +198,7 @@ def _compare_sampled(
 
 @torch.no_grad()
 def _own_routes(model: AnyModel, sequences: Sequence[NDArray[np.int32]]) -> list[NDArray[Any]]:
-    """[T, MoE layers, top_k] of each, as the model's router chooses them."""
+    """[T, MoE layers, top_k] of each sequence, chosen by the model's own router."""
     routes: list[NDArray[Any]] = []
     for tokens in sequences:
         batch, recorder = PackedSequences.pack([tokens], device_of(model)), model.recorder()
@@ -218,11 +219,11 @@ def _share_differing(ours: Sequence[NDArray[Any]], theirs: Sequence[NDArray[Any]
 async def measure_parity(
     model: AnyModel, config: RunConfig, prompts: Sequence[NDArray[np.int32]], num_tokens: int
 ) -> ParityReport:
-    """Plays each prompt on to `num_tokens` tokens, and compares: `config` says how either side computes
-    (`device`, `dtype`, `numerics`, `engine`), and otherwise nothing of it matters.
+    """Continues each prompt to `num_tokens` tokens, and compares. Of `config` only the settings of both
+    sides' computation are used: `device`, `dtype`, `numerics`, `engine`.
 
-    The model's own arithmetic is exchanged for what `config` names. Raises ConfigError or ResourceError for
-    what cannot be had, InfrastructureError if the engine fails.
+    Replaces the model's operations by those that `config` names. Raises ConfigError or ResourceError for
+    settings that are not available, InfrastructureError if the engine fails.
     """
     if isinstance(model, LanguageModel):
         config = resolve_numerics(config.model_copy(update={"model": model.config}))

@@ -1,9 +1,9 @@
-"""Sessions that solve tasks as their reference solutions do: what a model is fine-tuned on before RL.
+"""Makes sessions that solve tasks as their reference solutions do, to fine-tune a model on before RL.
 
     solution ──run──> files after it ──> grep, read_file, edit_lines, run_tests, finish
                                                └──played in the task's sandbox, and graded as an agent's
 
-Only sessions that pass are kept; their outputs are those that an agent would have read.
+Only sessions that pass are returned; their tool outputs are those that an agent would have read.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from etude.observe import Observer
 from etude.records import Task, ToolCall
 
 _AROUND = 8
-"""Lines that are read before and after those that are changed."""
+"""Lines read before and after the changed ones."""
 _APART = 3
-"""Changes of a file with fewer lines between them are one edit."""
+"""Changes with fewer lines between them are merged into one edit."""
 _AT_ONCE = 2
 _PAGE = 40
-"""Lines that are read at once from where a definition was found."""
+"""Lines per read, starting at a definition."""
 _MOST_PAGES = 3
 _DEFINITION = re.compile(r"\s*(?:async def|def|class) (\w+)")
 _CODE = re.compile(r"`[^`]+`")
@@ -47,7 +47,7 @@ _DOTTED = re.compile(r"(?<![\w/])[A-Za-z_]\w+(?:\.[A-Za-z_]\w+)*(?![\w/]|\.py\b)
 
 @dataclass(frozen=True, slots=True)
 class Hunk:
-    """Lines `start` to `end` of a file, counted from 1 and both included, become `text`."""
+    """An edit that replaces lines `start` to `end` of a file, counted from 1, both included, by `text`."""
 
     start: int
     end: int
@@ -55,26 +55,26 @@ class Hunk:
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
-    """A definition is grepped for, and the file is read from it on."""
+class FileRead:
+    """A grep for a definition, and reads of the file from there on."""
 
     names: tuple[str, ...]
-    """Of the definition, after that of what it is in, if that is known; empty: nothing is grepped for."""
+    """Name of the definition, preceded by that of its class, if known; empty: there is no grep."""
     pages: tuple[tuple[int, int], ...]
-    """First line and number of lines of each."""
+    """First line and number of lines of each read."""
 
 
 class _UnplayableError(Exception):
-    """Why a reference solution cannot be played with the tools that are offered."""
+    """A reference solution cannot be played with the agent's tools; its message is the reason."""
 
 
 async def play_references(
     tasks: Sequence[Task], count: int, config: RunConfig, observer: Observer
 ) -> list[ScriptedSession]:
-    """Sessions on the first tasks that a session can be made of, at most `count`, in the order of `tasks`.
+    """Plays the reference solutions of the first tasks that allow it; at most `count`, in order of `tasks`.
 
-    The observer is given the number of tasks that are left out for each reason. Raises SandboxError,
-    ConfigError for tools that there are not.
+    Reports to the observer how many tasks were left out for each reason. Raises SandboxError, ConfigError for
+    unknown tools.
     """
     backend, limits = open_run_backend(config.sandbox), EpisodeLimits.from_config(config)
     site = Site(backend, Grader(backend, limits.sandbox), agent_registry(config.agent), limits.tools)
@@ -100,7 +100,7 @@ async def play_references(
         await backend.close()
     for reason, number in reasons.most_common():
         observer.say(f"{number} task{'s' * (number != 1)} left out: {reason}")
-    return [one for one in played if one is not None][:count]
+    return [session for session in played if session is not None][:count]
 
 
 async def _play(task: Task, site: Site, limits: EpisodeLimits) -> ScriptedSession:
@@ -114,11 +114,11 @@ async def _play(task: Task, site: Site, limits: EpisodeLimits) -> ScriptedSessio
         texts = {path: (read_text(old), new) for (path, new), old in zip(after.items(), before, strict=True)}
         for calls in _write_calls(task, texts, frozenset(site.tools), limits):
             results = await world.run_calls(calls, {}, unwatched, unwatched)
-            if failed := next((one.output for one in results if one.error is not None), None):
+            if failed := next((result.output for result in results if result.error is not None), None):
                 if calls[0].name == "run_tests":
-                    continue  # it shows the agent none
+                    continue  # the task shows the agent no tests
                 raise _UnplayableError(f"a tool fails: {failed}")
-            outputs = () if world.finished else tuple(one.output for one in results)
+            outputs = () if world.finished else tuple(result.output for result in results)
             turns.append(ScriptedTurn(tuple(calls), outputs))
         outcome = await world.submit()
         if not outcome.verdict.passed:
@@ -129,7 +129,7 @@ async def _play(task: Task, site: Site, limits: EpisodeLimits) -> ScriptedSessio
 
 
 async def _solve(task: Task, site: Site, limits: EpisodeLimits) -> dict[str, str]:
-    """The text of each file that the reference solution changes. Raises _UnplayableError."""
+    """The new text of each file that the reference solution changes. Raises _UnplayableError."""
     if task.solution is None:
         changes: Mapping[str, bytes | str | None] = task.solution_files
     else:
@@ -151,17 +151,17 @@ async def _solve(task: Task, site: Site, limits: EpisodeLimits) -> dict[str, str
 def _write_calls(
     task: Task, texts: Mapping[str, tuple[str | None, str]], tools: frozenset[str], limits: EpisodeLimits
 ) -> Iterator[list[ToolCall]]:
-    """The calls of each turn: one file after the other is found, read and edited. `texts`: path -> before
-    (None: it is new) and after. Raises _UnplayableError for tools that are missing."""
+    """The calls of each turn: finds, reads and edits one file after the other. `texts`: path -> before (None:
+    it is new) and after. Raises _UnplayableError for missing tools."""
     for path, (before, after) in texts.items():
         if before is None:
             _need("write_file", tools)
             yield [ToolCall("write_file", {"path": path, "text": after})]
             continue
         hunks = find_hunks(before, after)
-        # Without grep nothing shows where a definition is.
-        looks = find_looks(task.instruction, before if "grep" in tools else "", hunks)
-        yield from _look_calls(path, looks, path in task.instruction, tools, limits)
+        # Without grep the agent cannot find definitions.
+        reads = plan_reads(task.instruction, before if "grep" in tools else "", hunks)
+        yield from _read_calls(path, reads, path in task.instruction, tools, limits)
         _need("edit_lines", tools)
         for hunk in reversed(hunks):  # from below, so that numbers stay
             lines = {"start": str(hunk.start), "end": str(hunk.end)}
@@ -172,24 +172,24 @@ def _write_calls(
     yield [ToolCall("finish")]
 
 
-def _look_calls(
-    path: str, looks: Sequence[Look], is_known: bool, tools: frozenset[str], limits: EpisodeLimits
+def _read_calls(
+    path: str, reads: Sequence[FileRead], is_known: bool, tools: frozenset[str], limits: EpisodeLimits
 ) -> Iterator[list[ToolCall]]:
-    """`is_known`: whether the agent knows of the file before it looks."""
-    for look in looks:
-        if look.names:
-            names = look.names[0] if len(look.names) == 1 else f"({'|'.join(look.names)})"
+    """The calls of these reads. `is_known`: whether the agent knows the file's path before."""
+    for read in reads:
+        if read.names:
+            names = read.names[0] if len(read.names) == 1 else f"({'|'.join(read.names)})"
             within = {"path": path} if is_known else {}
             yield [ToolCall("grep", {"pattern": rf"(def|class) {names}\b", **within})]
             is_known = True
-        for first, count in look.pages if "read_file" in tools else ():
+        for first, count in read.pages if "read_file" in tools else ():
             lines = {"offset": str(first), "limit": str(min(count, limits.tools.read_lines))}
             yield [ToolCall("read_file", {"path": path, **lines})]
 
 
 def find_hunks(before: str, after: str) -> list[Hunk]:
-    """What of a file's lines is to be replaced, from above. The text of an edit is never one blank line, by
-    which `edit_lines` would delete, nor are lines only added: a line beside is written again."""
+    """The edits of a file, from top to bottom. No edit's text is a single blank line, with which `edit_lines`
+    would delete, and none only adds lines: an adjacent line is replaced too."""
     old, new = before.removesuffix("\n").split("\n"), after.removesuffix("\n").split("\n")
     ranges = list[list[int]]()
     for kind, i1, i2, j1, j2 in SequenceMatcher(None, old, new, autojunk=False).get_opcodes():
@@ -206,43 +206,43 @@ def find_hunks(before: str, after: str) -> list[Hunk]:
     return [Hunk(i1 + 1, min(i2, len(old)), "\n".join(new[j1:j2])) for i1, i2, j1, j2 in ranges]
 
 
-def find_looks(instruction: str, text: str, hunks: Sequence[Hunk]) -> list[Look]:
-    """What an agent looks at before it changes hunks of a file, so that grep has shown it each line that it
-    reads from: the definition that the instruction names, page after page down to the hunks, then the one
-    above each hunk that this does not lead to; without any, the lines around it."""
+def plan_reads(instruction: str, text: str, hunks: Sequence[Hunk]) -> list[FileRead]:
+    """The reads of an agent before it edits hunks of a file, each from a line that grep has shown: from the
+    definition that the instruction names, page after page down to the hunks; then from the definition above
+    each hunk not covered by these; without any, the lines around the hunk."""
     known = [
         (match[1], line)
         for line, row in enumerate(text.split("\n"), start=1)
         if (match := _DEFINITION.match(row))
     ]
-    looks, left = list[Look](), list(hunks)
+    reads, left = list[FileRead](), list(hunks)
     named = find_named(instruction, known, hunks[0].start) if hunks else None
     while left:
         above = [one for one in known if _leads_to(one[1], left[0])]
         if named is None and not above:
             hunk = left.pop(0)
             first = max(1, hunk.start - _AROUND)
-            looks.append(Look((), ((first, hunk.end + _AROUND - first + 1),)))
+            reads.append(FileRead((), ((first, hunk.end + _AROUND - first + 1),)))
             continue
         names, line = named or ((above[-1][0],), above[-1][1])
         named = None
         last = max((one.end for one in left if _leads_to(line, one)), default=line)
-        looks.append(Look(names, tuple((first, _PAGE) for first in range(line, last + 1, _PAGE))))
+        reads.append(FileRead(names, tuple((first, _PAGE) for first in range(line, last + 1, _PAGE))))
         left = [one for one in left if not _leads_to(line, one)]
-    return looks
+    return reads
 
 
 def _leads_to(definition: int, hunk: Hunk) -> bool:
-    """Whether a hunk is on one of the pages from a definition's line on."""
+    """Whether a hunk is on one of the pages that start at a definition's line."""
     return definition <= hunk.start and hunk.end < definition + _MOST_PAGES * _PAGE
 
 
 def find_named(
     instruction: str, known: Sequence[tuple[str, int]], line: int
 ) -> tuple[tuple[str, ...], int] | None:
-    """The names to grep for, and the line, of a definition that an instruction names, in code if any is: the
-    last at or above a line, which is most likely around it, else the first. `known`: name and line of all of
-    a file, from above. Of `Schema.compile` both are looked for: the one shows which of the other it is."""
+    """The names to grep for, and the line, of a definition that an instruction names, preferably as code: the
+    last at or above `line`, which most likely contains it, else the first. `known`: name and line of all
+    definitions of a file, in order. Of `Schema.compile` both names are used: one identifies the other."""
     words = _CODE.findall(instruction) or [instruction]
     dotted = [name.split(".") for part in words for name in _DOTTED.findall(part)]
     mentioned = {name for parts in dotted for name in parts}

@@ -1,7 +1,8 @@
-"""Sessions of agents as documents to fine-tune on: what the agent wrote counts, what it read is context.
+"""Sessions of agents as documents to fine-tune on: tokens that the agent wrote are weighted, others are
+context.
 
-Token ids are taken as they were recorded. Where there are none but messages, the one renderer makes them, as
-it would for a rollout.
+Recorded token ids are used unchanged. Where only messages were recorded, the renderer makes the tokens, as it
+would for a rollout.
 """
 
 from __future__ import annotations
@@ -43,10 +44,10 @@ class LoadedSessions:
 
     documents: list[Document] = field(default_factory=list[Document])
     skipped: dict[str, int] = field(default_factory=dict[str, int])
-    """Sessions, or segments of them, that are left out, by reason."""
+    """Number of skipped sessions, or segments of them, by reason."""
 
     def skip(self, reason: str) -> None:
-        """Counts one that is left out."""
+        """Counts a skipped session."""
         self.skipped[reason] = self.skipped.get(reason, 0) + 1
 
 
@@ -60,8 +61,8 @@ class SessionReader:
     window: int
 
     def load(self, name: str, config: SessionsConfig) -> LoadedSessions:
-        """Every session of a source. Raises ConfigError for one that is not there, holds none that can be
-        trained on, or has tokens of another tokenizer; StoreError for a damaged log."""
+        """Loads every session of a source. Raises ConfigError for a source that does not exist, has no usable
+        sessions, or has tokens of another tokenizer; StoreError for a damaged log."""
         path, loaded = Path(config.path), LoadedSessions()
         for documents in self._sessions(name, path, config, loaded):
             for document in documents:
@@ -123,12 +124,12 @@ class SessionReader:
         return True
 
     def _recorded(self, name: str, trajectory: Trajectory) -> list[Document]:
-        """One document per segment that holds sampled tokens, with its tokens as they were."""
+        """One document per segment with sampled tokens; tokens are unchanged."""
         documents: list[Document] = []
         for segment in trajectory.segments:
             if not segment.sampled.any():
                 continue
-            # Files of others do not say which tokenizer theirs was.
+            # Files of other programs do not name their tokenizer.
             known, largest = segment.tokenizer_digest, int(segment.tokens.max())
             if known not in ("", self.tokenizer.digest) or largest >= self.tokenizer.vocab_size:
                 raise ConfigError(
@@ -166,8 +167,8 @@ class SessionReader:
         tools: Sequence[Any],
         loaded: LoadedSessions,
     ) -> list[Document]:
-        """A chat as the renderer makes it; the answers are marked, their ends included. None of one with a
-        call that could not be made."""
+        """Renders a chat; marks the answers, including their end tokens. Empty for a chat with an invalid
+        call."""
         try:
             system, rest = read_messages(messages)
             opening = Opening(system, read_tools(list(tools)))
@@ -201,7 +202,7 @@ class SessionReader:
 def _fault_of_calls(opening: Opening, messages: Sequence[Message]) -> str:
     """Why learning these calls would teach mistakes; "" if not. A chat without `tools` may call any."""
     listed = {tool.name for tool in opening.tools}
-    for call in (one for message in messages if isinstance(message, Answer) for one in message.calls):
+    for call in (call for answer in messages if isinstance(answer, Answer) for call in answer.calls):
         if not isinstance(call.arguments, dict):
             return f"the arguments of a call of {call.name} are no JSON object"
         if listed and call.name not in listed:
@@ -210,7 +211,7 @@ def _fault_of_calls(opening: Opening, messages: Sequence[Message]) -> str:
 
 
 def split_heldout(documents: Sequence[Document], share: float) -> tuple[list[Document], list[Document]]:
-    """(to train on, held out): by content, so that copies are on the same side; one to train on at least."""
+    """(training, held-out): split by content, so that copies are on one side; training has at least one."""
     held = [xxhash.xxh32_intdigest(document.tokens.tobytes()) < share * _HASHES for document in documents]
     if all(held):
         held = [False] * len(documents)
@@ -219,7 +220,7 @@ def split_heldout(documents: Sequence[Document], share: float) -> tuple[list[Doc
 
 
 def atif_messages(document: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The steps of an ATIF document as chat messages. Raises StoreError where they are not as ATIF says."""
+    """The steps of an ATIF document as chat messages. Raises StoreError where they are not valid."""
     messages: list[dict[str, Any]] = []
     try:
         for step in document["steps"]:

@@ -1,11 +1,11 @@
-"""Sets of tasks in directories: read, given their images, and checked before a run plays them.
+"""Loads sets of tasks from directories: reads them, finds their images, and checks them before a run.
 
-    DIR/*/task.toml ──read──> tasks ──images──> playable ──check, or an earlier one's report──> verified
+    DIR/*/task.toml ──read──> tasks ──images──> playable ──check, or a stored report──> verified
                         └─────────────┴──────────────────────────┴──> left out, by name, with the reason
 
-Reports of verified tasks are kept in the state directory by a digest of all that a task is: its files, its
-image, the backend, the version of Étude. What failed is checked again by the next command: a busy machine may
-be why.
+Reports of verified tasks are stored in the state directory by a digest of everything that determines a task:
+its files, its image, the backend, the version of Étude. Failed tasks are checked again by the next command: a
+busy machine may be the cause.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ if TYPE_CHECKING:
 _NAMED = 5
 
 _loaded: dict[str, tuple[list[Task], list[str]]] = {}
-"""What `load_task_set` found in this process: a run asks before it has a directory, as it begins and once its
-steps are planned, and plays the same tasks each time."""
+"""Results of `load_task_set` in this process: a run loads its tasks before it has a directory, as it starts
+and once its steps are planned, and must get the same ones each time."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckedTask:
-    """One directory of a set: its task, unless it could not be read, and what the check found."""
+    """One directory of a set: its task, unless it could not be read, and the report of its check."""
 
     name: str
-    """Of the directory."""
+    """Name of the directory."""
     task: Task | None
     report: TaskReport
 
@@ -71,11 +71,10 @@ def check_task_set(
     observer: Observer | None = None,
     only: Mapping[str, object] | None = None,
 ) -> list[CheckedTask]:
-    """Checks the tasks of a directory, in the order of their names; with `only`, those that have these
-    metadata.
+    """Checks the tasks of a directory, in the order of their names; with `only`, those with these metadata.
 
-    Raises TaskError where there is none; what is wrong with a task stands in its report. Of two that have one
-    id the second is wrong.
+    Raises TaskError where there are none; a faulty task's report has the reason. Of two tasks with one id the
+    second is faulty.
     """
     return asyncio.run(_check(directory, field, config, observer or SilentObserver(), only or {}))
 
@@ -87,8 +86,8 @@ def load_task_set(
     observer: Observer | None = None,
     only: Mapping[str, object] | None = None,
 ) -> tuple[list[Task], list[str]]:
-    """The verified tasks of a directory, with `only` those that have these metadata, and a few lines about
-    it: how many are verified, which are left out and why, how many are forgeable. Read once in a process.
+    """The verified tasks of a directory, with `only` those with these metadata, and a summary in a few lines:
+    how many are verified, which are left out and why, how many are forgeable. Loaded once per process.
 
     Raises TaskError as `check_task_set`; where none is verified; and, with `tasks.check = "stop"`, where one
     is not.
@@ -109,9 +108,9 @@ def _load(
     only: Mapping[str, object] | None,
 ) -> tuple[list[Task], list[str]]:
     checked = check_task_set(directory, field, config, observer, only)
-    verified = [one.task for one in checked if one.task is not None and one.report.reason is None]
-    forgeable = [one for one in checked if one.report.reason is None and one.report.forgeable]
-    left_out = [f"{one.name}: {one.report.reason}" for one in checked if one.report.reason is not None]
+    verified = [row.task for row in checked if row.task is not None and row.report.reason is None]
+    forgeable = [row for row in checked if row.report.reason is None and row.report.forgeable]
+    left_out = [f"{row.name}: {row.report.reason}" for row in checked if row.report.reason is not None]
     if left_out and (config.tasks.check == "stop" or not verified):
         shown = "".join(f"\n  {one}" for one in left_out[:_NAMED])
         raise TaskError(
@@ -127,18 +126,18 @@ def _load(
         f"tasks: {len(verified)} of {len(checked)} in {directory} are verified; "
         f"an agent could forge the verdict on {len(forgeable)} of these ({share:.0%})",
         *(unsolved if num_unsolved else []),
-        *(f"  left out: {one}" for one in left_out),
-        *(f"  forgeable: {one.name}: {one.report.forgeable[0]}" for one in forgeable[:_NAMED]),
+        *(f"  left out: {reason}" for reason in left_out),
+        *(f"  forgeable: {row.name}: {row.report.forgeable[0]}" for row in forgeable[:_NAMED]),
     ]
     return verified, words
 
 
 def calibrate_task_set(directory: Path, evaluation: Path) -> Counter[str]:
-    """Writes into the tasks of a directory how many of an evaluation's sampled sessions solve them. How many
-    there are by difficulty, or `not calibrated`.
+    """Writes into each task of a directory how many of an evaluation's sampled sessions solved it. Returns
+    the number of tasks by difficulty, or `not calibrated`.
 
-    Raises TaskError where there is no task, or none that was evaluated; ConfigError, StoreError for what is
-    no result of an evaluation.
+    Raises TaskError where there is no task, or none was evaluated; ConfigError, StoreError where `evaluation`
+    is not the result of an evaluation.
     """
     modes = EvaluationResult.read(evaluation).modes
     verdicts = verdicts_by_task((modes.get("sampled") or modes["greedy"]).rows)
@@ -158,8 +157,8 @@ def calibrate_task_set(directory: Path, evaluation: Path) -> Counter[str]:
 
 
 def read_with_images(directories: Sequence[Path], config: RunConfig) -> list[Task]:
-    """Tasks with their images, as runs of `config` read them, unchecked. Raises TaskError with the directory
-    of what cannot be had, InfrastructureError."""
+    """Reads tasks and finds their images, as runs of `config` do, without checks. Raises TaskError, with the
+    directory, where that fails, InfrastructureError."""
     checks = TaskChecks(config)
 
     async def read(directory: Path) -> Task:
@@ -176,14 +175,14 @@ def read_with_images(directories: Sequence[Path], config: RunConfig) -> list[Tas
 
 
 def _open_images(backend: str, settings: ImagesConfig | None = None) -> TaskImages:
-    """Imports the code of images first: every run imports this module, and most have generated tasks."""
+    """Imports the code of images only here: every run imports this module, and most have generated tasks."""
     from etude.environment.task_images import TaskImages
 
     return TaskImages(backend, settings)
 
 
 class TaskChecks:
-    """Checks tasks as the runs of one configuration do, and remembers those that pass."""
+    """Checks tasks as the runs of one configuration do, and stores the reports of those that pass."""
 
     def __init__(self, config: RunConfig) -> None:
         settings = config.sandbox
@@ -195,16 +194,16 @@ class TaskChecks:
         self.limits = EpisodeLimits.from_config(config).sandbox
 
     def read(self, directory: Path) -> Task:
-        """Without its images. Raises TaskError."""
+        """Reads a task without its images. Raises TaskError."""
         settings = self._config.tasks
         return _with_network(read_harbor(directory, settings.host_env), tuple(settings.public_hosts))
 
     async def find_images(self, task: Task) -> Task:
-        """Raises TaskError, TemplateError, ResourceError."""
+        """The task with its images. Raises TaskError, TemplateError, ResourceError."""
         return await self._images.find(task)
 
-    def recall(self, task: Task) -> TaskReport | None:
-        """An earlier check's report; None if there is none, or one that does not parse."""
+    def find_report(self, task: Task) -> TaskReport | None:
+        """The stored report of an earlier check; None if there is none, or it does not parse."""
         if self._config.tasks.require_solution and not has_solution(task):
             return None
         try:
@@ -213,13 +212,13 @@ class TaskChecks:
         except (OSError, ValueError, TypeError, KeyError):
             return None
 
-    def keep(self, task: Task, report: TaskReport) -> None:
-        """Has `recall` find the report of a task that passed."""
+    def store_report(self, task: Task, report: TaskReport) -> None:
+        """Stores the report of a task that passed, for `find_report`."""
         if report.reason is None:
             write_json(self._file(task), asdict(report))
 
     async def check_directory(self, directory: Path, backend: SandboxBackend) -> TaskReport:
-        """The report of a task that was just written."""
+        """Checks a task that was just written."""
         try:
             task = await self.find_images(self.read(directory))
         except (UserError, SandboxError) as error:
@@ -234,15 +233,15 @@ class TaskChecks:
         at_once: int,
         on_report: Callable[[TaskReport], None] = lambda report: None,
     ) -> list[TaskReport]:
-        """Reports of tasks that have their images, in order; those that pass are kept as they are found."""
+        """Checks tasks with images; returns their reports in order, and stores each that passes at once."""
         by_id = {task.id: task for task in tasks}
 
-        def keep(report: TaskReport) -> None:
-            self.keep(by_id[report.id], report)
+        def on_checked(report: TaskReport) -> None:
+            self.store_report(by_id[report.id], report)
             on_report(report)
 
         needed = self._config.tasks.require_solution
-        return await check_tasks(tasks, backend, self.limits, at_once, needed, keep)
+        return await check_tasks(tasks, backend, self.limits, at_once, needed, on_checked)
 
     def _file(self, task: Task) -> Path:
         document = task_document(_without_names(replace(task, metadata={})))
@@ -289,18 +288,18 @@ async def _check(
         with show_stage(observer, "images of tasks", len(bare), "task") as advance:
             whole = {row.name: row for row in await gather_bounded(find_images, bare, at_once, advance)}
         rows = [whole.get(row.name, row) for row in rows]
-    found = {row.task.id: checks.recall(row.task) for row in rows if row.task is not None}
+    found = {row.task.id: checks.find_report(row.task) for row in rows if row.task is not None}
     unknown = [row.task for row in rows if row.task is not None and found[row.task.id] is None]
     if unknown:
         with show_stage(observer, "checks of tasks", len(unknown), "task") as advance:
 
-            def keep(report: TaskReport) -> None:
+            def on_checked(report: TaskReport) -> None:
                 found[report.id] = report
                 advance(sum(found[task.id] is not None for task in unknown))
 
             backend = open_run_backend(config.sandbox)
             try:
-                await checks.check(unknown, backend, at_once, keep)
+                await checks.check(unknown, backend, at_once, on_checked)
             finally:
                 await backend.close()
     return [replace(row, report=(row.task and found[row.task.id]) or row.report) for row in rows]
@@ -313,7 +312,7 @@ def _needs_image(task: Task) -> bool:
 
 
 def _with_network(task: Task, public: tuple[str, ...]) -> Task:
-    """The task, with what its run allows where it asks for a public network."""
+    """The task, with the run's public hosts where it requests a public network."""
     machine = task.machine
     if machine is not None and machine.hosts is None:
         machine = replace(machine, hosts=public)
@@ -322,7 +321,7 @@ def _with_network(task: Task, public: tuple[str, ...]) -> Task:
 
 
 def _without_names(task: Task) -> Task:
-    """The task, whose images of layers are no longer called after where it lies."""
+    """The task without names of layered images, which depend on its directory."""
 
     def unnamed(machine: TaskMachine | None) -> TaskMachine | None:
         image = machine and machine.image

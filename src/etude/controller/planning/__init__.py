@@ -1,4 +1,4 @@
-"""Memory, time and cost of a run before it is begun: `etude plan`."""
+"""Estimates memory, time and cost of a run before it starts: `etude plan`."""
 
 from etude.controller.planning.cost import StepTimes as StepTimes
 from etude.controller.planning.memory import MemoryPlan as MemoryPlan

@@ -1,4 +1,4 @@
-"""Time and cost of one RL step, from rates and from what its sessions are supposed to be."""
+"""Estimates time and cost of one RL step, from the machine's rates and assumptions about its sessions."""
 
 from __future__ import annotations
 
@@ -9,38 +9,38 @@ from etude.controller.compute import Place
 from etude.controller.planning.machine import Rates
 from etude.controller.planning.parts import published_bytes, publishes_in_parts
 from etude.controller.planning.processes import Processes
-from etude.controller.planning.sampling import Sampled, plan_sampling
+from etude.controller.planning.sampling import SamplingTimes, plan_sampling
 from etude.controller.planning.sizes import ModelSizes
 from etude.controller.reinforcement import overlaps_publication
 
 _COPY = 2.0
-"""Bytes that a copy moves, over those copied."""
+"""Bytes that a copy moves per byte copied."""
 _ROUNDED_RATIO, _EXACT_RATIO = 20.0, 1.5
-"""Times that an update is smaller than the weights: of bfloat16 numbers at usual rates, of float32."""
+"""Size of the weights over that of an update: for bfloat16 at usual learning rates, and for float32."""
 
 
 @dataclass(frozen=True, slots=True)
 class PublicationTimes:
-    """One version on its way."""
+    """Times of the publication of one version."""
 
     held_s: float
-    """For which the trainer is held: it gathers, copies and hashes."""
+    """Time for which the trainer is blocked: it gathers, copies and hashes."""
     travel_s: float
-    """From then on until the engines serve it."""
+    """Time from then on until the engines serve the version."""
     update_bytes: float
-    """What crosses each link."""
+    """Bytes sent over each link."""
 
     @property
     def total_s(self) -> float:
-        """From the trainer into service."""
+        """Time from the trainer into service."""
         return self.held_s + self.travel_s
 
 
 def plan_publication(
     config: RunConfig, sizes: ModelSizes, place: Place, rates: Rates, processes: Processes
 ) -> PublicationTimes:
-    """Within a process weights are copied; over Ray they pass through a directory; with a store as deltas,
-    which every rank encodes of what it has."""
+    """Estimates a publication: within a process weights are copied; over Ray they pass through a directory;
+    with a store they are sent as deltas, and every rank encodes its shards."""
     weights = float(sizes.parameters * place.element_bytes)
     copy_s = _COPY * weights / rates.bytes_per_s
     network = rates.bytes_per_s if processes.on_one_machine else config.plan.network_gb_per_s * 1e9
@@ -63,12 +63,12 @@ def _through_store(
     writers: int,
     processes: Processes,
 ) -> tuple[float, float]:
-    """(seconds until an engine has decoded it, bytes of the delta)."""
+    """(seconds until an engine has decoded the update, bytes of the delta)."""
     plan, store = config.plan, config.weights
     published = float(sizes.parameters * published_bytes(config, place))
     usual = _ROUNDED_RATIO if store.dtype == "bfloat16" else _EXACT_RATIO
     delta = published / (plan.update_ratio or usual)
-    # A full snapshot goes along with every so many versions; who is up to date does not read it.
+    # A full snapshot is written with every so many versions; engines that are up to date do not read it.
     written = delta + published / store.snapshot_every
     codec = plan.codec_gb_per_s * 1e9 * store.workers
     seconds = published / writers / codec + written / writers / network + delta / network + published / codec
@@ -83,42 +83,43 @@ _BACKWARD = 2.0
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """One RL step, in seconds, and what it goes through."""
+    """Times of one RL step, in seconds, and its sizes."""
 
-    sampled: Sampled
-    """The sessions of the step, those included that are of no use."""
+    sampled: SamplingTimes
+    """The sessions of the step, including those that are not trained on."""
     trained_tokens: float
     train_s: float
     publication: PublicationTimes
     validation_s: float
-    """The step's part of the looks at validation tasks, which sampling and training wait for."""
+    """The step's share of validation, during which sampling and training wait."""
     evaluation_s: float
-    """Of one evaluation beside training, in its own process; 0 without."""
+    """One evaluation during training, in its own process; 0 without."""
     evaluations: float
-    """Of which so many begin per step."""
+    """Number of such evaluations per step."""
     is_beside: bool
-    """Whether sampling goes on while the trainer is at it."""
+    """Whether sampling continues while the trainer steps."""
     overlapped: bool
-    """Whether new weights travel while the next step is taken."""
+    """Whether new weights are transferred while the next step is taken."""
     shares_cores: bool
-    """Whether the run's processes compute in turn, since they have the same cores."""
+    """Whether the run's processes share cores, and so compute in turn."""
 
     @property
     def left_out(self) -> bool:
-        """Whether evaluations take longer than the steps from one to the next, so that some are left out."""
+        """Whether evaluations take longer than the steps between them, so that some are skipped."""
         return self.evaluations * self.evaluation_s > self.step_s
 
     @property
     def training_side_s(self) -> float:
-        """For which the trainer is busy or held."""
+        """Time for which the trainer is busy or blocked."""
         if not self.overlapped:
             return self.train_s + self.publication.total_s
         return max(self.train_s + self.publication.held_s, self.publication.total_s)
 
     @property
     def step_s(self) -> float:
-        """Wall time: in turns; or that of the slower side where both go on at once; or, where they share
-        cores, of all that computes, unless sessions wait longer for their tools."""
+        """Wall time: the sum where sampling and training take turns; the slower side where they run at once;
+        or, where they share cores, the sum of all computation, unless sessions wait longer for their
+        tools."""
         judged_s = self.evaluations * self.evaluation_s if self.shares_cores else 0.0
         in_turns = self.train_s + self.publication.total_s + self.validation_s + judged_s
         if not self.is_beside:
@@ -129,8 +130,8 @@ class StepTimes:
 
 
 def plan_step(config: RunConfig, sizes: ModelSizes, place: Place, rates: Rates) -> StepTimes:
-    """Times of one step by arithmetic: products over the peak, bytes over the bandwidth, at the shares that
-    `[plan]` supposes. Sessions are of equal length here; a long tail of real ones decodes slower."""
+    """Times of one step by arithmetic: products over peak rate, bytes over bandwidth, at the shares that
+    `[plan]` assumes. Sessions have equal length here; real ones with a long tail decode slower."""
     plan, rl = config.plan, config.rl
     processes = Processes.of(config, place.device)
     trained = rl.groups_per_step * rl.group_size
@@ -157,7 +158,7 @@ def plan_step(config: RunConfig, sizes: ModelSizes, place: Place, rates: Rates) 
 
 
 def price_per_hour(config: RunConfig, processes: Processes) -> float:
-    """Of all that the run uses, as far as a price is supposed."""
+    """Price of everything that the run uses, as far as `[plan]` gives prices."""
     plan = config.plan
     workers = 0 if processes.on_one_machine else processes.workers
     return (

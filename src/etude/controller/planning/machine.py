@@ -1,4 +1,4 @@
-"""What a device can do: as configured, else measured here."""
+"""Rates of a device: as configured, else measured here."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ _ROUNDS = 4
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """One device."""
+    """Memory and rates of one device."""
 
     memory_bytes: float
     flops_per_s: float
-    """Of matrix products, at the run's number format."""
+    """Rate of matrix products in the run's number format."""
     bytes_per_s: float
-    """Of its memory."""
+    """Memory bandwidth."""
     device: str
     measured: tuple[str, ...] = ()
-    """Which of the figures were measured here; the others are suppositions of the configuration."""
+    """Names of the figures that were measured here; the others are from the configuration."""
 
 
 def measure_rates(config: RunConfig, device: torch.device, dtype: torch.dtype) -> Rates:
@@ -47,14 +47,15 @@ def measure_rates(config: RunConfig, device: torch.device, dtype: torch.dtype) -
 
 
 def memory_bytes(device: torch.device) -> float:
-    """What is free of a device's memory now."""
+    """Free memory of a device now."""
     if device.type == "cuda":
         return float(torch.cuda.mem_get_info(device)[0])
     return float(available_memory_bytes())
 
 
 def process_bytes() -> float:
-    """What this process has for itself alone: an interpreter with the libraries that all of a run load."""
+    """Private memory of this process: an interpreter with the libraries that all of a run's processes
+    load."""
     try:
         lines = Path("/proc/self/smaps_rollup").read_text(encoding="ascii").splitlines()
     except OSError:  # not Linux, or not allowed

@@ -1,4 +1,4 @@
-"""Memory of a run's devices: which parts must fit where."""
+"""Estimates the memory of a run's devices: which parts must fit where."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from etude.controller.planning.processes import Processes
 from etude.controller.planning.sizes import ModelSizes
 
 _WORKSPACE = 0.05
-"""Share on top for what allocators and libraries keep."""
+"""Share added for memory that allocators and libraries keep."""
 
 _WORKER_SHARE = 0.35
-"""Of what another process has for itself, what a rollout worker has (measured): it loads no torch."""
+"""Private memory of a rollout worker, which does not load torch, over that of other processes (measured)."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """One kind of device: what it holds, and whether that fits."""
+    """Memory of one kind of device: its parts, and whether they fit."""
 
     device: str
     """`trainer`, `engine` or `evaluation`, on a device of its own; `trainer and engine` where they share one,
@@ -33,7 +33,7 @@ class MemoryPlan:
 
     @property
     def total_bytes(self) -> float:
-        """With a workspace on top."""
+        """Total with a workspace added."""
         return sum(part.num_bytes for part in self.parts) * (1 + _WORKSPACE)
 
     @property
@@ -52,9 +52,9 @@ def plan_memory(
 ) -> list[MemoryPlan]:
     """One plan for each kind of device, or one for the machine whose processors are the devices.
 
-    `available_bytes`: of one device. `process_bytes`: what a process takes for itself, libraries loaded. Of
-    borrowed replicas and other clusters nothing is planned: their memory is their owners', who need for an
-    engine what the run's own ones do.
+    `available_bytes`: of one device. `process_bytes`: private memory of a process, libraries loaded. Borrowed
+    replicas and other clusters are not planned: their owners provide the memory, as much per engine as the
+    run's own engines need.
     """
     processes = Processes.of(config, place.device)
     own_engine = config.engine.backend == "etude" and processes.engines > 0
@@ -85,7 +85,7 @@ def _on_one_machine(
     engine: Sequence[MemoryPart],
     process_bytes: float,
 ) -> list[MemoryPart]:
-    """The parts of all processes, of which the one that plans is there already."""
+    """The parts of all processes; this process itself is not counted again."""
     parts = [*_times(trainer, processes.ranks), *_times(engine, processes.engines + processes.evaluations)]
     if others := processes.count - 1:
         why = f"interpreter and libraries of {others} more process{'es' if others > 1 else ''}"
@@ -98,7 +98,7 @@ def _on_one_machine(
 
 
 def _times(parts: Sequence[MemoryPart], count: int) -> list[MemoryPart]:
-    """The parts of so many processes of one kind."""
+    """The parts of `count` processes of one kind."""
     if count == 1:
         return list(parts)
     return [

@@ -1,4 +1,4 @@
-"""What one process of a run holds in memory, part by part."""
+"""Estimates the memory of one process of a run, part by part."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from etude.weights.memory import KEPT_VERSIONS
 SERVED, PACKED, PAGES = "engine's weights", "packed weights", "keys and values"
 """Names of the engine's parts."""
 STORE_COPIES = 2
-"""Of what is published, on either side of a store: the last version and the next."""
+"""Copies of published weights on either side of a store: the last version and the next."""
 _FLOAT_BYTES = 4
 _BLOCK_LOGITS = 2
-"""Blocks of logits that live at once: the logits and their gradient."""
+"""Blocks of logits in memory at once: the logits and their gradient."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPart:
-    """One thing that takes memory, on the device that holds most of it."""
+    """One use of memory, on the device that holds most of it."""
 
     name: str
     num_bytes: float
@@ -32,17 +32,17 @@ class MemoryPart:
 
 
 def published_bytes(config: RunConfig, place: Place) -> int:
-    """Of one number of the weights on their way to the engines."""
+    """Bytes of one element of the weights as published to the engines."""
     return 2 if config.weights.url and config.weights.dtype == "bfloat16" else place.element_bytes
 
 
 def publishes_in_parts(config: RunConfig) -> bool:
-    """Whether each rank publishes what it has."""
+    """Whether each rank publishes its own shards."""
     return config.parallel.ranks > 1 and bool(config.weights.url)
 
 
 def trainer_parts(config: RunConfig, sizes: ModelSizes, vocab_size: int, place: Place) -> list[MemoryPart]:
-    """Of one rank. On a GPU what lies in host memory is left out."""
+    """Memory of one rank of the trainer. On a GPU, without host memory."""
     element_bytes, mesh = place.element_bytes, config.parallel
     held = _sharded(config, sizes.parameters, sizes.expert_parameters)
     cut = _cut(config)
@@ -67,8 +67,8 @@ def trainer_parts(config: RunConfig, sizes: ModelSizes, vocab_size: int, place: 
 
 
 def _count_at_once(config: RunConfig, sizes: ModelSizes, place: Place) -> float:
-    """Micro-batches of which a rank keeps what the backward pass needs: on a CPU that one rank has to itself
-    one for each thread, as far as a step's longest sessions fill them."""
+    """Number of micro-batches whose activations a rank holds at once: with one rank on a CPU one per thread,
+    as far as a step's longest sessions fill them."""
     if place.device != "cpu" or config.parallel.ranks > 1:
         return 1
     rl, threads = config.rl, config.num_threads or available_cores()
@@ -77,7 +77,7 @@ def _count_at_once(config: RunConfig, sizes: ModelSizes, place: Place) -> float:
 
 
 def engine_parts(config: RunConfig, sizes: ModelSizes, place: Place) -> list[MemoryPart]:
-    """Of one engine. On a GPU what lies in host memory is left out."""
+    """Memory of one engine. On a GPU, without host memory."""
     held = cache_type(config.engine.cache_dtype, place.kernels, place.dtype)
     longest = config.agent.max_tokens + 1
     tokens = config.engine.cache_tokens or config.engine.num_slots * longest
@@ -109,7 +109,7 @@ def _optimizer(config: RunConfig, sizes: ModelSizes, held: float, cut: str) -> M
 
 
 def _gradients(sizes: ModelSizes, held: float, cut: str, element_bytes: int, batches: float) -> MemoryPart:
-    """Their sum, and beside it those of each micro-batch where several are computed at once."""
+    """Memory of gradients: their sum, and those of each micro-batch where several are computed at once."""
     sets = 1 if batches == 1 else 1 + math.ceil(batches)
     each = f": their sum, and of {sets - 1} micro-batches" if sets > 1 else ""
     if adapters := sizes.adapter_parameters:
@@ -118,8 +118,8 @@ def _gradients(sizes: ModelSizes, held: float, cut: str, element_bytes: int, bat
 
 
 def _activations(config: RunConfig, sizes: ModelSizes, batches: float) -> MemoryPart:
-    """Kept for the backward pass of micro-batches. Under tensor parallelism at most: heads and inner widths
-    are divided, what lies between the layers is not."""
+    """Memory kept for the backward pass of micro-batches. An upper bound under tensor parallelism: heads and
+    inner widths are divided, activations between layers are not."""
     kept = "what enters each block" if config.activation_checkpointing else "all that the backward pass needs"
     num_bytes = batches * sizes.saved_bytes / config.parallel.context
     return MemoryPart("activations", num_bytes, f"{batches * sizes.saved_tokens:,.0f} tokens: {kept}")
@@ -133,7 +133,7 @@ def _logits(config: RunConfig, sizes: ModelSizes, vocab_size: int, place: Place)
 def _host_copies(
     config: RunConfig, sizes: ModelSizes, place: Place, held: float, optimizer: MemoryPart
 ) -> list[MemoryPart]:
-    """What a rank keeps beside what it computes with."""
+    """Copies that a rank holds in host memory."""
     parts: list[MemoryPart] = []
     published = sizes.parameters * published_bytes(config, place)
     if config.weights.url and not config.weights.scratch:
@@ -152,7 +152,7 @@ def _host_copies(
 
 
 def _fetched(config: RunConfig, sizes: ModelSizes, place: Place) -> MemoryPart | None:
-    """Versions that an engine has in host memory, from which it stages."""
+    """Versions that an engine holds in host memory to stage from."""
     one = sizes.parameters * published_bytes(config, place)
     reads_store = config.is_apart or config.parallel.ranks > 1 or bool(config.weights.read_url)
     if config.weights.url and reads_store:
@@ -163,13 +163,13 @@ def _fetched(config: RunConfig, sizes: ModelSizes, place: Place) -> MemoryPart |
 
 
 def _sharded(config: RunConfig, parameters: int, experts: int) -> float:
-    """Numbers that one rank holds of all parameters."""
+    """Number of parameters that one rank holds."""
     mesh = config.parallel
     return ((parameters - experts) / mesh.fsdp + experts / (mesh.fsdp * mesh.expert)) / mesh.tensor
 
 
 def _cut(config: RunConfig) -> str:
-    """How the weights are divided, in words; empty where they are not."""
+    """Description of how the weights are divided; empty where they are not."""
     mesh = config.parallel
     axes = {"fsdp": mesh.fsdp, "expert": mesh.expert, "tensor": mesh.tensor}
     cut = " x ".join(f"{axis} {size}" for axis, size in axes.items() if size > 1)

@@ -1,4 +1,4 @@
-"""A plan of a run: sizes, memory, time and cost, without beginning it."""
+"""The plan of a run: estimates of sizes, memory, time and cost, without starting it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from etude.training.parallel.division import check_division
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a run takes, as far as arithmetic can tell."""
+    """The estimates for a run."""
 
     config: RunConfig
     place: Place
@@ -36,24 +36,24 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether every device holds what it must."""
+        """Whether every device has enough memory."""
         return all(memory.fits for memory in self.memory)
 
     @property
     def hours(self) -> float:
-        """Of all RL steps."""
+        """Time of all RL steps."""
         return self.step.step_s * self.config.rl.num_steps / 3600
 
     @property
     def price_per_step(self) -> float | None:
-        """None where no price is supposed."""
+        """Price of one RL step; None where no price is configured."""
         price = price_per_hour(self.config, self.processes)
         return price * self.step.step_s / 3600 if price else None
 
 
 def make_plan(config: RunConfig) -> Plan:
     """Plans the RL stage. Raises ConfigError for a model that is not defined here, experts that cannot be
-    divided as asked, and a device that is neither here nor described by `[plan]`."""
+    divided as configured, and a device that is neither available nor described by `[plan]`."""
     config = resolve_model(config)
     if not _is_defined_here(config):
         raise ConfigError(
@@ -75,7 +75,7 @@ def make_plan(config: RunConfig) -> Plan:
 def check_machine(config: RunConfig, place: Place) -> None:
     """Raises ResourceError where this machine cannot hold the RL stage of a run, counted as a plan counts it.
 
-    Nothing is said of a model that is not defined here, and of a Ray cluster elsewhere.
+    Does nothing for a model that is not defined here, and for a Ray cluster of other machines.
     """
     config = resolve_model(config)
     if not _is_defined_here(config) or (config.executor == "ray" and config.cluster.address):
@@ -87,8 +87,8 @@ def check_machine(config: RunConfig, place: Place) -> None:
 
 
 def check_fits(config: RunConfig, plans: Sequence[MemoryPlan]) -> None:
-    """Raises ResourceError where a device cannot hold its parts, with the largest and what would help: of as
-    many of them as are more than what it lacks."""
+    """Raises ResourceError where a device cannot hold its parts, with fixes for the largest parts: as many of
+    them as together exceed the lacking memory."""
     for memory in plans:
         if memory.fits:
             continue
@@ -151,7 +151,7 @@ def _fix(config: RunConfig, part: MemoryPart) -> str:
 
 
 def _place(config: RunConfig) -> tuple[Place, torch.device]:
-    """Where the run computes, also if that is not here."""
+    """Where the run computes, even if this machine has no such device."""
     if config.device != "cuda" or torch.cuda.is_available():
         place = choose_place(config.device, config.dtype, config.engine.kernels, config.numerics)
         return place, torch.device(place.device)

@@ -1,4 +1,4 @@
-"""Which processes a run has, and what samples its sessions."""
+"""The processes of a run, and the engines that sample its sessions."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ _DAY_MINUTES = 24 * 60
 
 @dataclass(frozen=True, slots=True)
 class Processes:
-    """How many there are of each kind. In one process trainer and engine are the same."""
+    """Number of processes of each kind. Trainer and engine may be one process."""
 
     ranks: int
-    """Of the trainer."""
+    """Ranks of the trainer."""
     engines: int
-    """The run's own; 0 where recorded sessions are trained on."""
+    """The run's own engines; 0 where it trains on recorded sessions."""
     evaluations: int
-    """Beside training, each with an engine."""
+    """Evaluations during training, each with an engine."""
     workers: int
     elsewhere: int
     """Engines of other clusters."""
     borrowed: float
-    """Replicas on loan, on average over a day."""
+    """Borrowed replicas, on average over a day."""
     apart: bool
-    """Whether trainer and engines have a process each."""
+    """Whether trainer and engines have processes of their own."""
     on_one_machine: bool
-    """Whether the run's own share the cores and the memory of one machine."""
+    """Whether the run's own processes share the cores and memory of one machine."""
 
     @staticmethod
     def of(config: RunConfig, device: str) -> Processes:
-        """Of a run that computes on `device`."""
+        """The processes of a run that computes on `device`."""
         cluster, apart = config.cluster, config.executor == "ray"
         samples = not config.rl.stream.source
         own = cluster.engines if apart else 1
@@ -48,19 +48,19 @@ class Processes:
 
     @property
     def count(self) -> int:
-        """All of the run's own, the one with the loop included."""
+        """Number of the run's own processes, including the one with the loop."""
         if not self.apart:
             return self.ranks
         return 1 + self.ranks + self.engines + self.evaluations + self.workers
 
     @property
     def devices(self) -> int:
-        """That are paid for: one for each process that computes with the model, or one machine for all, and
-        one for each engine of another cluster."""
+        """Number of devices that are paid for: one per process that computes with the model, or one machine
+        for all, and one per engine of another cluster."""
         own = self.ranks + (self.engines + self.evaluations if self.apart else 0)
         return (1 if self.on_one_machine else own) + self.elsewhere
 
 
 def _lent_share(settings: ElasticConfig) -> float:
-    """Of a day, in which replicas may be borrowed."""
+    """Share of a day in which replicas may be borrowed."""
     return sum(settings.open_at(60.0 * minute) for minute in range(_DAY_MINUTES)) / _DAY_MINUTES

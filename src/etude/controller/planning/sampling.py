@@ -1,4 +1,4 @@
-"""How long a step's sessions take, over all engines that sample them."""
+"""Estimates how long a step's sessions take, over all engines that sample them."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from etude.observe.machine import available_cores
 
 
 @dataclass(frozen=True, slots=True)
-class Sampled:
-    """Sessions side by side; seconds of the engines that take longest."""
+class SamplingTimes:
+    """Times of concurrent sessions; of engines, the seconds of the slowest."""
 
     sessions: float
     sampled_tokens: float
@@ -24,35 +24,35 @@ class Sampled:
     decode_s: float
     prefill_s: float
     turns_s: float
-    """Processor time of agents, rendering and records, over the processes that have it."""
+    """Processor time of agents, rendering and records, divided by the number of their processes."""
     tools_s: float
-    """In which sessions wait for tools and grading."""
+    """Time in which sessions wait for tools and grading."""
     in_turn: bool
     """Whether engine and agents are one process."""
 
     @property
     def busy_s(self) -> float:
-        """Of the engines or of what drives the sessions, whichever is the narrow place."""
+        """Time of the engines or of the sessions' drivers, whichever is the bottleneck."""
         engine_s = self.decode_s + self.prefill_s
         return engine_s + self.turns_s if self.in_turn else max(engine_s, self.turns_s)
 
     @property
     def wall_s(self) -> float:
-        """From the first prompt to the last grade, or of a step's share of endless sampling."""
+        """Time from the first prompt to the last grade, or a step's share of continuous sampling."""
         return self.busy_s + self.tools_s
 
 
 @dataclass(frozen=True, slots=True)
 class _Pool:
-    """Engines that are alike."""
+    """Engines of one kind."""
 
     engines: float
     capacity: float
-    """In engines with a device of their own."""
+    """Number of engines with a device of their own that are as fast."""
     share: float
-    """Of the sessions."""
+    """Share of the sessions."""
     live: float
-    """Sessions at once on each engine."""
+    """Concurrent sessions on each engine."""
 
 
 def plan_sampling(
@@ -62,13 +62,13 @@ def plan_sampling(
     rates: Rates,
     processes: Processes,
     sessions: float,
-) -> Sampled:
-    """So many sessions: on the run's own engines, borrowed ones and those of other clusters, each taking its
-    share of them. Members of a group have their prompt computed once."""
+) -> SamplingTimes:
+    """Estimates the sampling of `sessions`, divided over the run's own engines, borrowed ones and those of
+    other clusters. The prompt of a group is computed once for its members."""
     plan, rl = config.plan, config.rl
     pools = _pools(config, processes, sessions * (1 + rl.max_staleness))
-    if not pools:  # what was recorded is trained on
-        return Sampled(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, in_turn=True)
+    if not pools:  # the run trains on recorded sessions
+        return SamplingTimes(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, in_turn=True)
     sampled = sessions * plan.sampled_tokens
     prefilled = sessions * (plan.observation_tokens + plan.prompt_tokens / rl.group_size)
     flops = prefilled * sizes.forward_flops(plan.session_tokens / 2, with_head=False)
@@ -78,7 +78,7 @@ def plan_sampling(
     tools_s = waves * plan.turns * plan.tool_s
     if processes.on_one_machine:
         tools_s = max(tools_s, turns * plan.tool_cpu_s / available_cores())
-    return Sampled(
+    return SamplingTimes(
         sessions=sessions,
         sampled_tokens=sampled,
         prefill_tokens=prefilled,
@@ -96,7 +96,7 @@ def plan_sampling(
 
 
 def _decode_step_s(config: RunConfig, sizes: ModelSizes, place: Place, rates: Rates, live: float) -> float:
-    """One token for each of `live` sessions: reading weights and caches, or products if they take longer."""
+    """Seconds of one token for each of `live` sessions: reading weights and caches, or products if slower."""
     length = config.plan.session_tokens
     held = cache_type(config.engine.cache_dtype, place.kernels, place.dtype)
     cache_bytes = live * length / 2 / PAGE_TOKENS * page_bytes(config.model, held)
@@ -132,7 +132,7 @@ def _pools(config: RunConfig, processes: Processes, wanted: float) -> list[_Pool
 
 
 def _drivers(config: RunConfig, processes: Processes) -> int:
-    """Processes that agents run in, each on a core at a time."""
+    """Number of processes in which agents run, each on one core at a time."""
     if processes.elsewhere:
         return processes.elsewhere + min(1, config.clusters.local_sessions)
     if processes.on_one_machine:

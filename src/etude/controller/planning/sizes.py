@@ -1,7 +1,8 @@
-"""How large a model is, and what a training step keeps of it: counted on meta tensors, which take no memory.
+"""Sizes of a model, and of the activations that a training step keeps: counted on meta tensors, without
+memory.
 
-The model's own code runs, over tensors that have shapes and no contents; what autograd would keep for the
-backward pass is added up, storage by storage.
+The model's own code runs on tensors that have shapes but no contents; the storages that autograd would keep
+for the backward pass are added up.
 """
 
 from __future__ import annotations
@@ -21,30 +22,31 @@ from etude.training.optimizer.optimizer import is_matrix
 
 @dataclass(frozen=True, slots=True)
 class ModelSizes:
-    """A model in numbers; what is per token is per token of one sequence."""
+    """Parameter counts and activation sizes of a model."""
 
     parameters: int
     active_parameters: int
-    """That one token meets: the chosen experts, the embedding's rows left out."""
+    """Used by one token: with the chosen experts only, without the embedding's rows."""
     expert_parameters: int
     """Of routed experts."""
     matrix_parameters: int
-    """That Muon updates, if it is named."""
+    """Updated by Muon, if it is configured."""
     packed_parameters: int
-    """Of the matrices that native kernels keep once more, packed."""
+    """Of the matrices that native kernels hold a packed copy of."""
     head_parameters: int
-    """Of the matrix that gives logits."""
+    """Of the output matrix, which gives logits."""
     adapter_parameters: int
-    """0 without any."""
+    """0 without adapters."""
     attention_width: int
-    """Over all layers, query heads times (key width + value width): products per position seen."""
+    """Sum over layers of query heads times (key width + value width): products per position attended to."""
     saved_bytes: int
-    """That one micro-batch keeps for its backward pass; of a mixture of experts in float32 at most."""
+    """Kept by one micro-batch for its backward pass; an upper bound for mixtures of experts in float32."""
     saved_tokens: int
     """Tokens of that micro-batch."""
 
     def forward_flops(self, context: float, *, with_head: bool = True) -> float:
-        """Of one token that sees `context` others. `with_head`: whether its logits are computed."""
+        """Operations of one token that attends to `context` others. `with_head`: whether its logits are
+        computed."""
         weights = self.active_parameters - (0 if with_head else self.head_parameters)
         return 2.0 * weights + 2.0 * self.attention_width * context
 
@@ -60,9 +62,9 @@ def measure_sizes(
     adapter: AdapterConfig | None = None,
     on_cpu: bool = False,
 ) -> ModelSizes:
-    """Counts a model of `config`. `longest`: tokens of the sequences that a micro-batch is filled with.
-    `on_cpu`: whether the gradients of norms and gates are written out, which keeps less."""
-    # Grouped products know no float32 on meta tensors.
+    """Counts a model of `config`. `longest`: tokens of each sequence in a micro-batch. `on_cpu`: whether
+    norms and gates have hand-written gradients, which keep less."""
+    # Grouped products do not support float32 on meta tensors.
     counted = torch.bfloat16 if config.num_moe_layers else dtype
     with torch.device("meta"):
         model = build_model(config, vocab_size).to(counted)
@@ -95,7 +97,7 @@ def measure_sizes(
 
 
 def _adapted(model: LanguageModel, adapter: AdapterConfig | None) -> list[str]:
-    """Names of the weights that adapters stand beside."""
+    """Names of the weights that have adapters."""
     if adapter is None or not adapter.rank:
         return []
     return adapted_names({name: p for name, p in model.named_parameters() if p.ndim >= 2}, adapter.targets)
@@ -115,7 +117,7 @@ def _factor_size(shape: torch.Size, adapter: AdapterConfig) -> int:
 
 
 class _CpuOps(TorchOps):
-    """What a CPU trains with, for tensors that are on the meta device."""
+    """The operations of training on a CPU, for tensors on the meta device."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return fused.rms_norm(x, weight, eps)
@@ -125,7 +127,7 @@ class _CpuOps(TorchOps):
 
 
 class _KeptAttention:
-    """Keeps what a fused kernel keeps: queries, keys, values, the result and its normaliser."""
+    """Saves the same tensors as a fused kernel: queries, keys, values, the result and its normaliser."""
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """As `PackedAttention.attend`."""
@@ -147,7 +149,7 @@ class _Kept(torch.autograd.Function):
 
 
 def _saved_bytes(model: LanguageModel, lengths: list[int]) -> int:
-    """Bytes of every storage that autograd keeps of one micro-batch, the weights left out."""
+    """Bytes of all storages that autograd keeps for one micro-batch, without the weights."""
     own = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
     kept: dict[int, torch.UntypedStorage] = {}
 
