@@ -20,7 +20,7 @@ from typing import Any
 from common import Figures, median_figures, merge_result, print_table
 
 from etude.config import RunConfig
-from etude.controller.arrangement import Place, open_executor
+from etude.controller.arrangement import RunContext, open_executor
 from etude.controller.compute import choose_place
 from etude.controller.engines import serve_model
 from etude.controller.families import open_family
@@ -96,12 +96,12 @@ def _measure(asked: argparse.Namespace, num_workers: int) -> Figures:
 async def _run(executor: Any, config: RunConfig, asked: argparse.Namespace) -> Figures:
     directory = Path(config.runs_directory)
     paths = TrainingPaths(directory / "latest", directory / "offending")
-    place = Place(
+    context = RunContext(
         directory, paths, asked.checkpoint, None, directory, MemorySink(), SilentObserver(), faults={}
     )
     model, tokenizer = load_any_model(asked.checkpoint), Tokenizer.load(asked.checkpoint)
     tasks = open_family(config).evaluation_tasks("heldout", asked.sessions + _WARM_UP)
-    async with open_remote(executor, config, tokenizer, model, place) as arrangement:
+    async with open_remote(executor, config, tokenizer, model, context) as arrangement:
         parts = arrangement.parts
         await serve_model(parts.weights, parts.service, model, config.name)
 

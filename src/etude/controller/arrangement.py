@@ -52,7 +52,7 @@ class Arrangement:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RunContext:
     """Paths in the run's directory, and receivers of metrics and messages, for an arrangement."""
 
     directory: Path
@@ -73,7 +73,7 @@ class Place:
 
 @contextlib.asynccontextmanager
 async def open_local(
-    config: RunConfig, tokenizer: Tokenizer, model: AnyModel, place: Place, num_threads: int
+    config: RunConfig, tokenizer: Tokenizer, model: AnyModel, context: RunContext, num_threads: int
 ) -> AsyncIterator[Arrangement]:
     """Opens all parts in this process. `num_threads`: compute threads of training."""
     use_numerics(place_model(model, config), config)
@@ -81,9 +81,9 @@ async def open_local(
         config,
         tokenizer,
         model,
-        snapshots=place.snapshots,
-        routes=place.routes,
-        owner=sandbox_owner(place),
+        snapshots=context.snapshots,
+        routes=context.routes,
+        owner=sandbox_owner(context),
         deterministic=keeps_schedule(config),
     )
     async with opening as parts:
@@ -97,10 +97,10 @@ async def open_local(
                 config,
                 model,
                 tokenizer,
-                place.paths,
+                context.paths,
                 parts.weights,
-                place.metrics,
-                place.observer,
+                context.metrics,
+                context.observer,
                 parts.blobs.get,
             ) as part:
                 threads = max(1, num_threads // config.parallel.ranks)
@@ -113,9 +113,9 @@ async def open_local(
         yield Arrangement(parts, training())
 
 
-def sandbox_owner(place: Place) -> str:
+def sandbox_owner(context: RunContext) -> str:
     """Name of a run's own process at a sandbox server; the same when the run is resumed."""
-    return f"{platform.node()}:{place.directory.resolve()}"
+    return f"{platform.node()}:{context.directory.resolve()}"
 
 
 def is_reproducible(config: RunConfig) -> bool:

@@ -50,8 +50,7 @@ class ListedServers:
         return specs_of(load_section(ServersFile, self._path).servers, "servers")
 
     def read_changes(self) -> Servers | None:
-        """The servers, if the file has changed; else None. A file that cannot be used changes nothing, and is
-        reported once."""
+        """The servers if the file has changed, else None. A file that cannot be used is reported once."""
         try:
             if self._path.read_bytes() == self._text:
                 return None

@@ -71,8 +71,7 @@ def _texts(source: SourceFiles, most_characters: int) -> Iterator[str]:
 def open_tokenizer(
     config: RunConfig, own: Path, files: Sequence[SourceFiles], observer: Observer
 ) -> Tokenizer:
-    """The tokenizer of a pre-training run: configured, the checkpoint's, or trained once and saved in
-    `own`."""
+    """The tokenizer of a pre-training run: configured, the checkpoint's, or trained once into `own`."""
     if config.pretrain.tokenizer:
         return Tokenizer.load(Path(config.pretrain.tokenizer))
     if config.initial_checkpoint is not None:

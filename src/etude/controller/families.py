@@ -57,8 +57,7 @@ class TaskFamily(Protocol):
 
     @property
     def acting(self) -> Sequence[ActingTasks]:
-        """Further kinds of tasks that the run trains on and reports separately; each has the split
-        `NAME_heldout`."""
+        """Further kinds of tasks to train on, reported separately; each has the split `NAME_heldout`."""
         ...
 
     def source(self) -> TaskSource:

@@ -147,8 +147,7 @@ def random_prompts(vocab_size: int, num_sequences: int, seed: int) -> list[NDArr
 
 
 def text_prompts(tokens: NDArray[np.int32], num_sequences: int, length: int) -> list[NDArray[np.int32]]:
-    """`num_sequences` evenly spaced pieces of up to `length` tokens. Raises ConfigError for too short a
-    text."""
+    """`num_sequences` evenly spaced pieces of a text. Raises ConfigError if it is too short."""
     if len(tokens) < 2 * num_sequences:
         raise ConfigError(
             f"too short for {num_sequences} prompts",
@@ -189,8 +188,7 @@ def _assemble_routes(chunks: Sequence[SampleChunk], length: int) -> NDArray[Any]
 def _compare_sampled(
     trainer: Sequence[NDArray[np.float32]], played: Sequence[PlayedSequence]
 ) -> ParityFigures:
-    """Compares sampled tokens alone, after one entry that stands in for the first token, which has no
-    score."""
+    """Compares sampled tokens alone; a zero stands in for the first one, which has no score."""
     ours = [scores[s.num_prompt - 1 :] for scores, s in zip(trainer, played, strict=True)]
     theirs = [np.concatenate(([np.float32(0)], s.sampled_logprobs)) for s in played]
     return compare_logprobs(ours, theirs)

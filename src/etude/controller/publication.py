@@ -108,8 +108,7 @@ class Publication:
             await self.complete()
 
     async def complete(self) -> None:
-        """Waits until the newest weights are in service and have passed the gate. Raises as `publish`. To be
-        called between two steps only."""
+        """Waits until the newest weights are served and gated. Raises as `publish`. Between steps only."""
         await self._finish()
         if self._gate is not None and self._unmeasured and self._served is not None:
             await self._measure(self._gate, self._served)

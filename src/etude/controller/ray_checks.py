@@ -39,8 +39,7 @@ def check_room(parts: Sequence[Resources], has: Mapping[str, float]) -> None:
 
 
 def check_address(settings: ClusterConfig) -> None:
-    """Raises ConfigError, within `connect_timeout_s` or little more, unless a Ray cluster of this version
-    answers at `address`."""
+    """Raises ConfigError, within about `connect_timeout_s`, unless a Ray of this version answers there."""
     host, _, port = settings.address.rpartition(":")
     fix = "start it with `ray start --head`, or leave cluster.address empty to start Ray here"
     try:

@@ -139,8 +139,7 @@ class ReinforcementLoop:
         return asdict(self._committed)
 
     async def complete_publication(self) -> None:
-        """Waits until the newest weights are in service and have passed the gate; call it before saving them.
-        Raises as `Publication.publish`."""
+        """Waits until the newest weights are served and gated: before a save. Raises as `publish`."""
         await self._publication.complete()
 
     async def run(self, num_steps: int, after_step: AfterStep) -> int:

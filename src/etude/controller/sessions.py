@@ -167,8 +167,7 @@ class SessionReader:
         tools: Sequence[Any],
         loaded: LoadedSessions,
     ) -> list[Document]:
-        """Renders a chat; marks the answers, including their end tokens. Empty for a chat with an invalid
-        call."""
+        """Renders a chat; marks the answers, end tokens included. Empty if a call is invalid."""
         try:
             system, rest = read_messages(messages)
             opening = Opening(system, read_tools(list(tools)))

@@ -16,7 +16,7 @@ from etude.agent import agent_format, open_renderer
 from etude.config import RunConfig
 from etude.controller.arrangement import (
     Arrangement,
-    Place,
+    RunContext,
     executor_of,
     is_reproducible,
     open_local,
@@ -299,7 +299,7 @@ class _Run:
         initial = self.config.initial_checkpoint
         # Groups that a killed run had collected ahead are trained on after it resumes: with their routes.
         keeps_routes = self.config.rl.keep_routes or self.config.rl.max_staleness > 0
-        place = Place(
+        context = RunContext(
             self.run.path,
             TrainingPaths(self.run.checkpoints / LATEST, self.run.path / OFFENDING),
             Path(initial) if initial is not None else self.run.checkpoints / MIDTRAINED,
@@ -311,8 +311,8 @@ class _Run:
             self._heldout,
         )
         if self.executor is None:
-            return open_local(self.config, tokenizer, model, place, num_threads)
-        return open_remote(self.executor, self.config, tokenizer, model, place)
+            return open_local(self.config, tokenizer, model, context, num_threads)
+        return open_remote(self.executor, self.config, tokenizer, model, context)
 
     def _players(self, parts: Parts) -> AbstractAsyncContextManager[Players]:
         return open_clusters(

@@ -74,8 +74,7 @@ async def open_run(choice: ModelChoice, one_shot: bool) -> AsyncIterator[Policy]
 
 @contextlib.asynccontextmanager
 async def open_model(choice: ModelChoice, agent: AgentConfig) -> AsyncIterator[Policy]:
-    """Opens the model of a Hugging Face directory, or of a run's last checkpoint. Raises CheckpointError,
-    ConfigError."""
+    """Opens the model of a Hugging Face directory or a run. Raises CheckpointError, ConfigError."""
     directory = Path(choice.to_dict()["model"])
     tokenizer, model = load_own(directory, "model")
     renderer = open_renderer(tokenizer, agent)

@@ -86,8 +86,7 @@ class ModelChoice:
             )
 
     def in_place(self) -> ModelChoice:
-        """The choice for a session that works on the directory itself, which has no index. Raises
-        ConfigError."""
+        """The choice for a session in the directory itself, without an index. Raises ConfigError."""
         if self.run or self.index in ("none", "grep"):
             return self
         if self.index:

@@ -355,8 +355,7 @@ class SamplingCluster:
         return data
 
     async def _deliver(self, member: str, lease: str, data: bytes) -> None:
-        """Sends a session until the run accepts or rejects it. Raises InfrastructureError where it keeps
-        answering with an error."""
+        """Sends a session until it is accepted or rejected. Raises InfrastructureError after retries."""
         store, name = self._terms.store, session_name(lease)
 
         async def send() -> str:

@@ -22,8 +22,7 @@ class Supply:
     def __init__(
         self, link: Subscriber, source: str, patience_s: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """`source`: where weights come from, for messages. `patience_s`: how long they may fail to come.
-        `clock`: in seconds."""
+        """`source`: of weights, for messages. `patience_s`: how long they may fail. `clock`: in seconds."""
         self._link, self._source, self._patience_s = link, source, patience_s
         self._clock = clock
         self._failure = ""

@@ -117,9 +117,8 @@ class StepTimes:
 
     @property
     def step_s(self) -> float:
-        """Wall time: the sum where sampling and training take turns; the slower side where they run at once;
-        or, where they share cores, the sum of all computation, unless sessions wait longer for their
-        tools."""
+        """Wall time: the sum where sampling and training take turns, else the slower one; with shared cores
+        the sum of all computation, unless sessions wait longer for their tools."""
         judged_s = self.evaluations * self.evaluation_s if self.shares_cores else 0.0
         in_turns = self.train_s + self.publication.total_s + self.validation_s + judged_s
         if not self.is_beside:

@@ -54,8 +54,7 @@ def memory_bytes(device: torch.device) -> float:
 
 
 def process_bytes() -> float:
-    """Private memory of this process: an interpreter with the libraries that all of a run's processes
-    load."""
+    """Private memory of this process: an interpreter with the libraries that a run loads."""
     try:
         lines = Path("/proc/self/smaps_rollup").read_text(encoding="ascii").splitlines()
     except OSError:  # not Linux, or not allowed

@@ -45,8 +45,7 @@ class ModelSizes:
     """Tokens of that micro-batch."""
 
     def forward_flops(self, context: float, *, with_head: bool = True) -> float:
-        """Operations of one token that attends to `context` others. `with_head`: whether its logits are
-        computed."""
+        """Operations per token that attends to `context` others. `with_head`: with its logits."""
         weights = self.active_parameters - (0 if with_head else self.head_parameters)
         return 2.0 * weights + 2.0 * self.attention_width * context
 

@@ -25,7 +25,7 @@ from etude.controller.arrangement import (
     TRAINER,
     WORKER,
     Arrangement,
-    Place,
+    RunContext,
     keeps_schedule,
     part_resources,
     sandbox_owner,
@@ -63,7 +63,7 @@ WEIGHTS = "weights"
 
 @contextlib.asynccontextmanager
 async def open_remote(
-    executor: Executor, config: RunConfig, tokenizer: Tokenizer, model: AnyModel, place: Place
+    executor: Executor, config: RunConfig, tokenizer: Tokenizer, model: AnyModel, context: RunContext
 ) -> AsyncIterator[Arrangement]:
     """Starts trainer and engines with `executor`, and rollout workers and an evaluation where they are
     configured. Without workers, sessions and sandboxes are in this process.
@@ -74,12 +74,12 @@ async def open_remote(
         config = config.model_copy(update={"model": model.config})
     needs = part_resources(config)
     await executor.reserve(needs)
-    journal = FaultJournal(place.metrics, place.observer, place.faults)
+    journal = FaultJournal(context.metrics, context.observer, context.faults)
     supervision = Supervision(config.cluster, journal)
     sampled = SampledModel.of(model, config.dtype)
     by_name = {resources.part: resources for resources in needs}
-    factory = _PartFactory(executor, config, tokenizer, sampled, place, by_name, supervision)
-    renderer, blobs = open_renderer(tokenizer, config.agent), open_blobs(place.routes)
+    factory = _PartFactory(executor, config, tokenizer, sampled, context, by_name, supervision)
+    renderer, blobs = open_renderer(tokenizer, config.agent), open_blobs(context.routes)
     fleet = factory.engines()
     try:
         await fleet.start()
@@ -103,7 +103,7 @@ class _PartFactory:
     config: RunConfig
     tokenizer: Tokenizer
     model: SampledModel
-    place: Place
+    context: RunContext
     needs: dict[str, Resources]
     """Resources of each part, by name."""
     supervision: Supervision
@@ -111,7 +111,7 @@ class _PartFactory:
     @property
     def weights(self) -> Path:
         """Directory through which weights reach the engines."""
-        return Path(self.config.cluster.weights_directory or self.place.directory / WEIGHTS)
+        return Path(self.config.cluster.weights_directory or self.context.directory / WEIGHTS)
 
     @property
     def build(self) -> Build:
@@ -149,23 +149,23 @@ class _PartFactory:
 
     def elastic(self, fleet: EngineFleet) -> AbstractAsyncContextManager[object]:
         """Borrows replicas for the fleet, if that is configured."""
-        config, place = self.config, self.place
+        config, context = self.config, self.context
         if not config.elastic.router:
             return contextlib.nullcontext()
         needs = Needs.of(config, self.tokenizer)
-        return ElasticPool(config, needs, fleet, place.metrics, place.observer)
+        return ElasticPool(config, needs, fleet, context.metrics, context.observer)
 
     def sessions(self, fleet: EngineFleet, blobs: Blobs) -> AbstractAsyncContextManager[TimedPlayer]:
         """Workers, or an environment in this process."""
         if self.config.cluster.workers:
             return self.workers(fleet, blobs)
-        backend = open_run_backend(self.config.sandbox, sandbox_owner(self.place))
+        backend = open_run_backend(self.config.sandbox, sandbox_owner(self.context))
         return open_environment(self.config, backend, self.tokenizer, self.limits, blobs.put)
 
     @contextlib.asynccontextmanager
     async def workers(self, fleet: EngineFleet, blobs: Blobs) -> AsyncIterator[TimedPlayer]:
         """Sessions in workers, whose number may change during the run."""
-        config, place, names = self.config, self.place, self.named(WORKER)
+        config, context, names = self.config, self.context, self.named(WORKER)
         episodes = RemoteEpisodes(
             {name: self.worker_spawning(self.needs[name]) for name in names},
             self.build,
@@ -180,8 +180,8 @@ class _PartFactory:
             names,
             self.executor,
             config.cluster,
-            WorkerFiles(place.directory),
-            FaultJournal(place.metrics, place.observer, {}, WORKERS),
+            WorkerFiles(context.directory),
+            FaultJournal(context.metrics, context.observer, {}, WORKERS),
         )
         try:
             await episodes.start()
@@ -192,28 +192,28 @@ class _PartFactory:
 
     def worker_spawning(self, needs: Resources) -> Spawn[RolloutPart]:
         """A function that starts a worker's process."""
-        owner = f"{sandbox_owner(self.place)}/{needs.part}"
+        owner = f"{sandbox_owner(self.context)}/{needs.part}"
         arguments = (self.config, self.tokenizer, self.limits, needs.part, owner)
         return self.spawning(needs, RolloutPart, *arguments)
 
     @contextlib.asynccontextmanager
     async def evaluation(self, fleet: EngineFleet) -> AsyncIterator[EvaluationBeside | None]:
         """Evaluation during training, if it is configured."""
-        config, place = self.config, self.place
+        config, context = self.config, self.context
         if not config.evaluation.every_steps:
             yield None
             return
-        owner = f"{sandbox_owner(place)}/{EVALUATION}"
+        owner = f"{sandbox_owner(context)}/{EVALUATION}"
         arguments = (config, self.tokenizer, self.weights, self.limits, owner, self.model)
         beside = EvaluationBeside(
             self.spawning(self.needs[EVALUATION], EvaluationPart, *arguments),
             self.build,
-            place.heldout,
+            context.heldout,
             config.evaluation.every_steps,
             lambda: fleet.serving,
             self.supervision,
-            place.metrics,
-            place.observer,
+            context.metrics,
+            context.observer,
         )
         try:
             await beside.start()
@@ -224,15 +224,15 @@ class _PartFactory:
     @contextlib.asynccontextmanager
     async def training(self, blobs: Blobs) -> AsyncIterator[Handle[TrainingPart]]:
         """The trainer."""
-        config, place = self.config, self.place
-        arguments = (config, place.model, self.tokenizer, place.paths, self.weights)
+        config, context = self.config, self.context
+        arguments = (config, context.model, self.tokenizer, context.paths, self.weights)
         trainer = SupervisedTrainer(
             self.spawning(self.needs[TRAINER], RemoteTrainingPart, *arguments),
             blobs.get,
-            place.paths.latest,
+            context.paths.latest,
             self.supervision,
-            place.metrics,
-            place.observer,
+            context.metrics,
+            context.observer,
         )
         try:
             await trainer.start()

@@ -187,8 +187,7 @@ class EngineFleet(PatientSampler):
         }
 
     async def end_client(self, client: str) -> None:
-        """Ends the requests of a client whose process has ended, on all engines. An engine that fails at this
-        is restarted."""
+        """Ends an ended client's requests on all engines; an engine that fails at this is restarted."""
         handles = [engine.handle for engine in self._engines.values() if engine.handle is not None]
         calls = (handle.call(EngineProcess.forget, client) for handle in handles)
         results = await asyncio.gather(*calls, return_exceptions=True)

@@ -178,8 +178,7 @@ class FollowingSampler(PatientSampler):
     """Samples with the engines of the newest table. For one event loop."""
 
     def __init__(self, client: str, patience_s: float) -> None:
-        """`client`: this process's unique name at the engines. `patience_s`: how long a request waits for an
-        engine."""
+        """`client`: unique name at the engines. `patience_s`: how long a request waits for an engine."""
         super().__init__(patience_s)
         self._client = client
         self._table: EngineTable = {}
