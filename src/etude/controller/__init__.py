@@ -1,1 +1,1 @@
-"""The loop: mid-training, evaluation and reinforcement learning over parts that know only their seams."""
+"""The loop: mid-training, evaluation and reinforcement learning over parts behind protocols."""

@@ -123,7 +123,7 @@ class StartFailures:
 
     settings: ClusterConfig
     count: int = 0
-    """In a row."""
+    """Number of failures in a row."""
 
     def record(self, lived_s: float) -> None:
         """Counts a failure of a part that had lived for `lived_s`."""
@@ -136,7 +136,7 @@ class StartFailures:
 
     @property
     def wait_s(self) -> float:
-        """Before the next start."""
+        """Wait before the next start."""
         return Backoff(self.settings.backoff_s, self.settings.most_backoff_s).pause_s(self.count)
 
 

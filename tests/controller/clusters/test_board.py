@@ -11,9 +11,9 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from etude.controller.clusters.board import (
     Board,
-    Episode,
     Lease,
     Member,
+    PendingSession,
     ResultStanding,
     UnknownMemberError,
     check_name,
@@ -34,9 +34,9 @@ class Clock:
         return self.now_s
 
 
-def episode(number: int = 0, min_step: int = 0) -> Episode:
+def episode(number: int = 0, min_step: int = 0) -> PendingSession:
     identity = TrajectoryId("run", TASK.id, 0, number, 0)
-    return Episode(Order(TASK, identity, (1, number), SamplingParams(), True), min_step)
+    return PendingSession(Order(TASK, identity, (1, number), SamplingParams(), True), min_step)
 
 
 def new_board(max_gives: int = 3) -> tuple[Board, Clock]:
@@ -51,7 +51,7 @@ def joined(board: Board, name: str = "a", step: int = 0) -> Member:
 
 
 def numbers(leases: list[Lease]) -> list[int]:
-    return [lease.episode.order.identity.group for lease in leases]
+    return [lease.session.order.identity.group for lease in leases]
 
 
 def test_sessions_are_given_in_order_and_each_once() -> None:
@@ -266,7 +266,7 @@ class Clusters(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.board, self.clock = new_board(max_gives=4)
-        self.episodes: list[Episode] = []
+        self.episodes: list[PendingSession] = []
         self.ends: Counter[int] = Counter()
 
     @rule(count=st.integers(1, 4))
@@ -306,7 +306,7 @@ class Clusters(RuleBasedStateMachine):
         if standing is ResultStanding.CURRENT:
             assert current is lease
             self.board.complete(lease)
-            lease.episode.on_ended("")
+            lease.session.on_ended("")
 
     @rule(lease=consumes(leases))
     def fails(self, lease: Lease) -> None:
@@ -329,7 +329,7 @@ class Clusters(RuleBasedStateMachine):
     @invariant()
     def every_session_is_in_one_place_until_its_one_end(self) -> None:
         held = Counter(id(one) for one in self.board.waiting)
-        held.update(id(x.episode) for m in self.board.members.values() for x in m.leases.values())
+        held.update(id(x.session) for m in self.board.members.values() for x in m.leases.values())
         for one in self.episodes:
             number = one.order.identity.group
             assert self.ends[number] == one.ended

@@ -1,1 +1,1 @@
-"""Sessions in other clusters: who is given which, what comes back, and the cluster's own side of it."""
+"""Sessions played by other clusters: leases, results, the control API, and the cluster's own side."""

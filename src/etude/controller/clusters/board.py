@@ -48,8 +48,8 @@ class ResultStanding(StrEnum):
 
 
 @dataclass(slots=True, eq=False)
-class Episode:
-    """One session that the run waits for."""
+class PendingSession:
+    """A session in the queue, from submission to its outcome."""
 
     order: Order
     min_step: int = 0
@@ -77,7 +77,7 @@ class Lease:
     """The right of one cluster to play a session."""
 
     id: str
-    episode: Episode
+    session: PendingSession
     member: Member
     granted_s: float
 
@@ -120,7 +120,7 @@ class Board:
     def __init__(self, lease_s: float, max_gives: int, clock: Clock = time.monotonic) -> None:
         self.counts = BoardCounts()
         self.members: dict[str, Member] = {}
-        self.waiting: deque[Episode] = deque()
+        self.waiting: deque[PendingSession] = deque()
         self._lease_s = lease_s
         self._max_gives = max_gives
         self._clock = clock
@@ -129,17 +129,17 @@ class Board:
 
     # ---- the run --------------------------------------------------------------------------------
 
-    def add(self, episode: Episode) -> None:
+    def add(self, session: PendingSession) -> None:
         """Queues a session."""
-        self.waiting.append(episode)
+        self.waiting.append(session)
 
-    def withdraw(self, episode: Episode) -> None:
+    def withdraw(self, session: PendingSession) -> None:
         """Cancels a session. Idempotent; does nothing after its end."""
-        if episode.ended:
+        if session.ended:
             return
         self.counts.withdrawn += 1
-        episode.withdrawn = True
-        self._end(episode)
+        session.withdrawn = True
+        self._end(session)
 
     def expire_leases(self) -> None:
         """Requeues the sessions of silent clusters, and removes clusters that are silent for too long."""
@@ -161,10 +161,10 @@ class Board:
         return [member for member in list(self.members.values()) if self.is_alive(member)]
 
     @property
-    def unfinished(self) -> list[Episode]:
+    def unfinished(self) -> list[PendingSession]:
         """All sessions that have not ended."""
         leases = (lease for member in self.members.values() for lease in member.leases.values())
-        return [*self.waiting, *(lease.episode for lease in leases)]
+        return [*self.waiting, *(lease.session for lease in leases)]
 
     @property
     def is_deserted(self) -> bool:
@@ -176,7 +176,7 @@ class Board:
     def _may_play(self, member: Member) -> bool:
         """Whether its weights are new enough for some waiting session."""
         step = member.step
-        return step is not None and any(episode.min_step <= step for episode in self.waiting)
+        return step is not None and any(session.min_step <= step for session in self.waiting)
 
     # ---- clusters -------------------------------------------------------------------------------
 
@@ -224,12 +224,12 @@ class Board:
                 if lease_id not in self._completed:  # else the response to its result is still in transit
                     gone.append(lease_id)
                 continue
-            if lease.episode.num_tokens != num_tokens:
-                lease.episode.num_tokens = num_tokens
-                lease.episode.on_progress(num_tokens)
+            if lease.session.num_tokens != num_tokens:
+                lease.session.num_tokens = num_tokens
+                lease.session.on_progress(num_tokens)
             if lease_id not in member.leases:
                 member.leases[lease_id] = lease
-                self.waiting.remove(lease.episode)
+                self.waiting.remove(lease.session)
         now = self._clock()
         lost = [
             lease
@@ -251,21 +251,21 @@ class Board:
         alive, now = self.alive, self._clock()
         share = -(-len(self.waiting) // max(1, sum(self._may_play(other) for other in alive)))
         has_others = any(other is not member and not other.trouble for other in alive)
-        claimed: list[Episode] = []
-        for episode in self.waiting:
+        claimed: list[PendingSession] = []
+        for session in self.waiting:
             if len(claimed) >= min(most, share):
                 break
-            avoided = episode.avoids == member.name and now < episode.avoids_until_s and has_others
-            if episode.min_step <= member.step and not avoided:
-                claimed.append(episode)
-        for episode in claimed:
-            self.waiting.remove(episode)
-        return [self._lease(episode, member) for episode in claimed]
+            avoided = session.avoids == member.name and now < session.avoids_until_s and has_others
+            if session.min_step <= member.step and not avoided:
+                claimed.append(session)
+        for session in claimed:
+            self.waiting.remove(session)
+        return [self._lease(session, member) for session in claimed]
 
     def judge_result(self, lease_id: str) -> tuple[ResultStanding, Lease | None]:
         """Whether a result under this lease is accepted; the lease where it is."""
         lease = self._leases.get(lease_id)
-        if lease is not None and lease.episode.lease is lease and not lease.episode.ended:
+        if lease is not None and lease.session.lease is lease and not lease.session.ended:
             return ResultStanding.CURRENT, lease
         return (ResultStanding.REPEATED if lease_id in self._completed else ResultStanding.LATE), None
 
@@ -275,26 +275,26 @@ class Board:
         self._completed[lease.id] = None
         while len(self._completed) > _MOST_REMEMBERED:
             del self._completed[next(iter(self._completed))]
-        self._end(lease.episode)
+        self._end(lease.session)
 
     def fail(self, lease: Lease, cause: str) -> None:
         """Requeues a session that the cluster could not run."""
         self.counts.failed += 1
-        lease.episode.avoids = lease.member.name
-        lease.episode.avoids_until_s = self._clock() + self._lease_s
+        lease.session.avoids = lease.member.name
+        lease.session.avoids_until_s = self._clock() + self._lease_s
         self._leases.pop(lease.id, None)
         self._return_all([lease], cause)
 
     # ---- inside ---------------------------------------------------------------------------------
 
-    def _lease(self, episode: Episode, member: Member) -> Lease:
-        before = episode.lease
+    def _lease(self, session: PendingSession, member: Member) -> Lease:
+        before = session.lease
         if before is not None:  # expired, but valid until now
             self._leases.pop(before.id, None)
-        episode.num_gives += 1
+        session.num_gives += 1
         self.counts.given += 1
-        lease = Lease(uuid.uuid4().hex, episode, member, self._clock())
-        episode.lease = self._leases[lease.id] = member.leases[lease.id] = lease
+        lease = Lease(uuid.uuid4().hex, session, member, self._clock())
+        session.lease = self._leases[lease.id] = member.leases[lease.id] = lease
         return lease
 
     def _return_all(self, leases: Sequence[Lease], cause: str) -> None:
@@ -302,19 +302,19 @@ class Board:
         for lease in reversed(leases):
             if lease.member.leases.pop(lease.id, None) is None:
                 continue  # expired: its session is queued already
-            episode = lease.episode
-            if episode.num_gives >= self._max_gives:
+            session = lease.session
+            if session.num_gives >= self._max_gives:
                 self.counts.exhausted += 1
-                self._end(episode)
-                episode.on_ended(f"given to clusters {episode.num_gives} times: {cause}")
+                self._end(session)
+                session.on_ended(f"given to clusters {session.num_gives} times: {cause}")
             else:
-                self.waiting.appendleft(episode)
+                self.waiting.appendleft(session)
 
-    def _end(self, episode: Episode) -> None:
-        episode.ended = True
-        if episode in self.waiting:
-            self.waiting.remove(episode)
-        lease = episode.lease
+    def _end(self, session: PendingSession) -> None:
+        session.ended = True
+        if session in self.waiting:
+            self.waiting.remove(session)
+        lease = session.lease
         if lease is not None:
             self._leases.pop(lease.id, None)
             lease.member.leases.pop(lease.id, None)

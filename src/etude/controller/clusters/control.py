@@ -18,7 +18,7 @@ from dataclasses import asdict
 from typing import Any
 
 from etude.config import ClustersConfig
-from etude.controller.clusters.board import Board, Clock, Episode, Member, ResultStanding, check_name
+from etude.controller.clusters.board import Board, Clock, Member, PendingSession, ResultStanding, check_name
 from etude.controller.clusters.intake import AnnouncedWeights, Inbox, Intake, Traffic
 from etude.controller.clusters.wire import API, RunFingerprint, order_document, version_key
 from etude.errors import ConfigError, PartLostError, StoreError
@@ -71,13 +71,13 @@ class Control:
         """Announces the weights that are in service from now on. From any thread."""
         self._post(self._announce, manifest)
 
-    def submit(self, episode: Episode) -> None:
+    def submit(self, session: PendingSession) -> None:
         """Queues a session for clusters; its `on_ended` is called in the control's loop. From any thread."""
-        self._post(self._submit, episode)
+        self._post(self._submit, session)
 
-    def withdraw(self, episode: Episode) -> None:
+    def withdraw(self, session: PendingSession) -> None:
         """Cancels a session that was submitted. From any thread; idempotent."""
-        self._post(self.board.withdraw, episode)
+        self._post(self.board.withdraw, session)
 
     def finish(self) -> None:
         """Marks the run as ended: responses to clusters say so from now on. From any thread."""
@@ -103,13 +103,13 @@ class Control:
         self._weights.announce(manifest)
         self._changes.tell()
 
-    def _submit(self, episode: Episode) -> None:
+    def _submit(self, session: PendingSession) -> None:
         if self._failure is not None:
-            episode.ended = True
-            episode.on_ended(self._failure)
+            session.ended = True
+            session.on_ended(self._failure)
             return
-        episode.min_step = max(0, self._weights.step - self.settings.max_version_lag)
-        self.board.add(episode)
+        session.min_step = max(0, self._weights.step - self.settings.max_version_lag)
+        self.board.add(session)
         self._changes.tell()
 
     def _finish(self) -> None:
@@ -118,7 +118,7 @@ class Control:
 
     async def _watch(self, left: Sequence[str]) -> None:
         """Expires leases, periodically. `left`: objects that an earlier process of the run left in the
-        trajectory store; none of their leases is valid any more, so they are deleted first."""
+        trajectory store, without valid leases: deleted first."""
         try:
             for name in left:
                 with contextlib.suppress(StoreError):  # the next process tries again
@@ -130,8 +130,8 @@ class Control:
                 self._changes.tell()
         except Exception as error:
             self._failure = PartLostError(f"the control API failed: {error!r}", field="clusters")
-            for episode in self.board.unfinished:
-                episode.on_ended(self._failure)
+            for session in self.board.unfinished:
+                session.on_ended(self._failure)
             raise
 
     def _fail_if_deserted(self) -> None:
@@ -142,8 +142,8 @@ class Control:
             self._deserted_since = self._clock()
         elif self._clock() - self._deserted_since > self.settings.patience_s:
             error = self._desertion_error()
-            for episode in self.board.unfinished:
-                episode.on_ended(error)
+            for session in self.board.unfinished:
+                session.on_ended(error)
 
     def _desertion_error(self) -> PartLostError:
         patience, stuck = f"{self.settings.patience_s:g} s", self.board.alive
@@ -224,7 +224,7 @@ class Control:
             if member.id not in self.board.members:
                 self.board.find(member.id)
         return {
-            "leases": [{"lease": lease.id, **order_document(lease.episode.order)} for lease in leases],
+            "leases": [{"lease": lease.id, **order_document(lease.session.order)} for lease in leases],
             "finished": self._finished,
         }
 
@@ -251,21 +251,21 @@ class Control:
             return self._reject(standing)
         bundle = await self._intake.unpack(data, lease)
         trajectory = bundle.trajectory
-        if trajectory.status is Status.INFRASTRUCTURE and lease.episode.num_gives < self.settings.max_gives:
+        if trajectory.status is Status.INFRASTRUCTURE and lease.session.num_gives < self.settings.max_gives:
             self.board.fail(lease, trajectory.cause)
             self._changes.tell()
             return {"standing": "failed"}
-        episode = lease.episode
+        session = lease.session
         await self._intake.store(bundle, data)
         standing, lease = self.board.judge_result(
             lease_id
         )  # meanwhile it may have arrived twice, or be withdrawn
         if lease is None:
-            if episode.withdrawn:
+            if session.withdrawn:
                 await self._intake.discard(trajectory.id)
             return self._reject(standing)
         self.board.complete(lease)
-        lease.episode.on_ended(bundle)
+        lease.session.on_ended(bundle)
         return {"standing": "kept"}
 
     async def fetch_session(self, member_id: str, lease_id: str) -> Answer:

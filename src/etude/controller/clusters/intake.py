@@ -210,8 +210,8 @@ class Intake:
 
     def _check(self, bundle: Bundle, lease: Lease) -> None:
         """Raises StoreError unless this is the leased session, sampled by weights that are allowed to."""
-        trajectory, episode = bundle.trajectory, lease.episode
-        if trajectory.id != episode.order.identity:
+        trajectory, session = bundle.trajectory, lease.session
+        if trajectory.id != session.order.identity:
             raise StoreError("is another session", field="id", received=str(trajectory.id))
         if trajectory.cluster != lease.member.name:
             raise StoreError("names another cluster", field="cluster", received=trajectory.cluster)
@@ -221,7 +221,7 @@ class Intake:
                     raise StoreError(
                         "was sampled by weights of another run", field="version", received=str(version)
                     )
-                if version.step < episode.min_step:
+                if version.step < session.min_step:
                     raise StoreError(
                         "was sampled by weights that are too old", field="version", received=str(version)
                     )

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from numpy.typing import NDArray
 
 from etude.config import ClustersConfig, RunConfig
-from etude.controller.clusters.board import Episode
+from etude.controller.clusters.board import PendingSession
 from etude.controller.clusters.control import Control
 from etude.controller.clusters.intake import Inbox
 from etude.controller.clusters.wire import RunFingerprint, config_document
@@ -131,16 +131,16 @@ class ClusterRunner(Player):
             if isinstance(sampler, TokenTally):
                 sampler.tally(num_tokens)
 
-        episode = Episode(
+        session = PendingSession(
             order,
             on_ended=lambda result: _call(loop, set_outcome, result),
             on_progress=lambda num_tokens: _call(loop, tally, num_tokens),
         )
-        self._control.submit(episode)
+        self._control.submit(session)
         try:
             result = await outcome
         finally:
-            self._control.withdraw(episode)
+            self._control.withdraw(session)
         if isinstance(result, PartLostError):
             raise result
         if isinstance(result, Bundle):

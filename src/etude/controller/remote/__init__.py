@@ -1,1 +1,1 @@
-"""The parts of a run in processes of their own, and what stands for them in the run's process."""
+"""The parts of a run in processes of their own, and their clients in the run's process."""
