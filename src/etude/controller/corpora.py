@@ -59,12 +59,12 @@ def train_source_tokenizer(
 
 
 def _texts(source: SourceFiles, most_characters: int) -> Iterator[str]:
-    left = most_characters
+    remaining = most_characters
     for raw in source.read(ReadingReport()):
         if isinstance(raw, str):
             yield raw.encode("utf-8", "replace").decode()
-            left -= len(raw)
-        if left <= 0:
+            remaining -= len(raw)
+        if remaining <= 0:
             return
 
 
@@ -102,8 +102,8 @@ def open_sources(
         skipped = "".join(f", {count} skipped: {reason}" for reason, count in corpus.skipped.items())
         observer.say(f"{source.name}: {len(corpus):,} documents, {len(corpus.tokens):,} tokens{skipped}")
         settings = config.sources[source.name]
-        held = corpus.heldout(settings.heldout_share)
-        opened.append(CorpusSource(corpus, settings, held, end_token, shares))
+        heldout = corpus.heldout(settings.heldout_share)
+        opened.append(CorpusSource(corpus, settings, heldout, end_token, shares))
     return opened
 
 
@@ -113,11 +113,11 @@ def heldout_documents(source: CorpusSource, window: int, most_tokens: int) -> li
     pieces = cut(np.flatnonzero(source.heldout & (source.lengths > 1)), source.lengths, window)
     order = np.random.default_rng(0).permutation(len(pieces))
     found: list[Document] = []
-    left = most_tokens
+    remaining = most_tokens
     for document, begin, end in pieces[order].tolist():
-        if found and end - begin > left:
+        if found and end - begin > remaining:
             continue
-        left -= end - begin
+        remaining -= end - begin
         tokens = source.corpus.document(document)[begin:end]
         found.append(Document(tokens, np.ones(len(tokens), np.float32), np.ones(len(tokens), np.bool_)))
     return found

@@ -64,13 +64,13 @@ async def _open_harness(
     assert isinstance(backend, MachineBackend), "so RunConfig wants it"
     harness, reward = config.agent.harness, config.rl.reward
     _show_directory(harness, backend)
-    held = MapLimits(limits.session.max_tokens)
+    map_limits = MapLimits(limits.session.max_tokens)
     if limits.session.max_session_tokens:
-        held = replace(held, max_session_tokens=limits.session.max_session_tokens)
+        map_limits = replace(map_limits, max_session_tokens=limits.session.max_session_tokens)
     renderer = open_renderer(tokenizer, config.agent)
     shelf = agent_format(tokenizer, config.agent).shelf()
-    body_bytes = _BODY_BYTES + held.max_context_tokens * _BYTES_PER_TOKEN
-    allowed = RecordingLimits(body_bytes, requests_per_session=_REQUESTS, session=held)
+    body_bytes = _BODY_BYTES + map_limits.max_context_tokens * _BYTES_PER_TOKEN
+    allowed = RecordingLimits(body_bytes, requests_per_session=_REQUESTS, session=map_limits)
     sessions = LiveSessions(shelf, allowed)
     url, reach = await stack.enter_async_context(served(build_app(sessions))), tuple[str, ...]()
     if backend.capabilities().network:

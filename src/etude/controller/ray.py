@@ -213,11 +213,11 @@ class RayExecutor:
         Raises ResourceError where the machines do not have them.
         """
         check_room(parts, ray.cluster_resources())
-        self._bundles = {one.part: number for number, one in enumerate(parts)}
+        self._bundles = {part.part: number for number, part in enumerate(parts)}
         self._group = placement_group(
-            [bundle_of(one) for one in parts],
+            [bundle_of(part) for part in parts],
             strategy=self._settings.placement.upper(),
-            bundle_label_selector=[_labels(one) for one in parts],
+            bundle_label_selector=[_labels(part) for part in parts],
         )
         try:
             async with asyncio.timeout(self._settings.placement_timeout_s):

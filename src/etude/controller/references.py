@@ -215,20 +215,20 @@ def plan_reads(instruction: str, text: str, hunks: Sequence[Hunk]) -> list[FileR
         for line, row in enumerate(text.split("\n"), start=1)
         if (match := _DEFINITION.match(row))
     ]
-    reads, left = list[FileRead](), list(hunks)
+    reads, remaining = list[FileRead](), list(hunks)
     named = find_named(instruction, known, hunks[0].start) if hunks else None
-    while left:
-        above = [one for one in known if _leads_to(one[1], left[0])]
+    while remaining:
+        above = [definition for definition in known if _leads_to(definition[1], remaining[0])]
         if named is None and not above:
-            hunk = left.pop(0)
+            hunk = remaining.pop(0)
             first = max(1, hunk.start - _AROUND)
             reads.append(FileRead((), ((first, hunk.end + _AROUND - first + 1),)))
             continue
         names, line = named or ((above[-1][0],), above[-1][1])
         named = None
-        last = max((one.end for one in left if _leads_to(line, one)), default=line)
+        last = max((hunk.end for hunk in remaining if _leads_to(line, hunk)), default=line)
         reads.append(FileRead(names, tuple((first, _PAGE) for first in range(line, last + 1, _PAGE))))
-        left = [one for one in left if not _leads_to(line, one)]
+        remaining = [hunk for hunk in remaining if not _leads_to(line, hunk)]
     return reads
 
 
@@ -246,13 +246,13 @@ def find_named(
     words = _CODE.findall(instruction) or [instruction]
     dotted = [name.split(".") for part in words for name in _DOTTED.findall(part)]
     mentioned = {name for parts in dotted for name in parts}
-    found = [one for one in known if one[0] in mentioned]
+    found = [definition for definition in known if definition[0] in mentioned]
     if not found:
         return None
-    above = [one for one in found if one[1] <= line]
+    above = [definition for definition in found if definition[1] <= line]
     name, at = above[-1] if above else found[0]
     owners = {parts[place - 1] for parts in dotted for place in range(1, len(parts)) if parts[place] == name}
-    owner = next((one for one, _ in known if one in owners), None)
+    owner = next((name for name, _ in known if name in owners), None)
     return ((name,) if owner is None else (owner, name)), at
 
 

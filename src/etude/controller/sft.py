@@ -53,8 +53,8 @@ def fine_tune(config: RunConfig, run: RunDirectory, observer: Observer, resume: 
         learner = Learner.open(config, section, tokenizer)
         window = window_of(learner.model, config)
         reader = SessionReader(tokenizer, chosen.shelf, section.observation_weight, window)
-        sources, held = _open_sources(reader, config, observer)
-        return sitting.train(learner, sitting.mix(sources, window), lambda _: held)
+        sources, heldout = _open_sources(reader, config, observer)
+        return sitting.train(learner, sitting.mix(sources, window), lambda _: heldout)
 
     return run_sitting("sft", config, run, observer, resume, train)
 
@@ -63,15 +63,15 @@ def _open_sources(
     reader: SessionReader, config: RunConfig, observer: Observer
 ) -> tuple[list[SessionSource], Heldout]:
     sources: list[SessionSource] = []
-    held: dict[str, Mapping[str, Sequence[Document]]] = {}
+    by_source: dict[str, Mapping[str, Sequence[Document]]] = {}
     for name, settings in config.sft.sources.items():
         loaded = reader.load(name, settings)
         skipped = "".join(f", {count} skipped: {reason}" for reason, count in loaded.skipped.items())
         observer.say(f"{name}: {len(loaded.documents):,} sessions{skipped}")
         kept, heldout = split_heldout(loaded.documents, settings.heldout_share)
         sources.append(SessionSource(name, settings, kept))
-        held[name] = {"loss": _some(heldout, config.sft.heldout_tokens)}
-    return sources, held
+        by_source[name] = {"loss": _some(heldout, config.sft.heldout_tokens)}
+    return sources, by_source
 
 
 def _some(documents: Sequence[Document], most_tokens: int) -> list[Document]:

@@ -112,7 +112,7 @@ def _load(
     forgeable = [row for row in checked if row.report.reason is None and row.report.forgeable]
     left_out = [f"{row.name}: {row.report.reason}" for row in checked if row.report.reason is not None]
     if left_out and (config.tasks.check == "stop" or not verified):
-        shown = "".join(f"\n  {one}" for one in left_out[:_NAMED])
+        shown = "".join(f"\n  {reason}" for reason in left_out[:_NAMED])
         raise TaskError(
             f"{len(left_out)} of {len(checked)} tasks are not verified:{shown}",
             field=field,
@@ -316,7 +316,7 @@ def _with_network(task: Task, public: tuple[str, ...]) -> Task:
     machine = task.machine
     if machine is not None and machine.hosts is None:
         machine = replace(machine, hosts=public)
-    scripts = [replace(one, hosts=public) if one.hosts is None else one for one in task.verifiers]
+    scripts = [replace(script, hosts=public) if script.hosts is None else script for script in task.verifiers]
     return replace(task, machine=machine).with_verifiers(scripts)
 
 
@@ -329,5 +329,5 @@ def _without_names(task: Task) -> Task:
             return machine
         return replace(machine, image=replace(image, name=""))
 
-    scripts = [replace(one, machine=unnamed(one.machine)) for one in task.verifiers]
+    scripts = [replace(script, machine=unnamed(script.machine)) for script in task.verifiers]
     return replace(task, machine=unnamed(task.machine)).with_verifiers(scripts)

@@ -83,7 +83,7 @@ class Tree(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class _Seen:
+class _File:
     """A file's contents as read; valid as long as its stamp is unchanged."""
 
     stamp: tuple[int, int, int]
@@ -111,7 +111,7 @@ class DirectoryTree:
                 received=str(root),
                 fix="name the directory of one project: etude agent ~/project",
             )
-        self._seen: dict[str, _Seen] = {}
+        self._cached: dict[str, _File] = {}
         self._left_out: list[str] = []
 
     @property
@@ -151,24 +151,24 @@ class DirectoryTree:
     def _scan(self) -> dict[str, bytes]:
         if not self._root.is_dir():
             raise ConfigError("is gone", field="PATH", received=str(self._root), fix="name another directory")
-        seen: dict[str, _Seen] = {}
+        cached: dict[str, _File] = {}
         self._left_out = []
         total_bytes = 0
         for path in list_names(self._root):
-            found = self._look(path)
+            found = self._read_file(path)
             if found is None:
                 continue
-            seen[path] = found
+            cached[path] = found
             total_bytes += len(found.data)
-            if total_bytes > MAX_BYTES or len(seen) > MAX_FILES:
+            if total_bytes > MAX_BYTES or len(cached) > MAX_FILES:
                 raise ConfigError(
                     f"holds more than {MAX_BYTES >> 20} MiB or {MAX_FILES:,} files",
                     field="PATH",
                     received=str(self._root),
                     fix=self._smaller(),
                 )
-        self._seen = seen
-        return {path: file.data for path, file in seen.items()}
+        self._cached = cached
+        return {path: file.data for path, file in cached.items()}
 
     def _smaller(self) -> str:
         """The advice for a directory that is too large."""
@@ -176,7 +176,7 @@ class DirectoryTree:
             return "name a folder below it, or have git ignore what is not source"
         return "name the directory of one project, or a folder below it"
 
-    def _look(self, path: str) -> _Seen | None:
+    def _read_file(self, path: str) -> _File | None:
         place = self._place(path)
         if place is None:
             return None
@@ -188,8 +188,8 @@ class DirectoryTree:
                 self._left_out.append(path)
                 return None
             stamp = (status.st_mtime_ns, status.st_size, status.st_ino)
-            known = self._seen.get(path)
-            return known if known is not None and known.stamp == stamp else _Seen(stamp, place.read_bytes())
+            known = self._cached.get(path)
+            return known if known is not None and known.stamp == stamp else _File(stamp, place.read_bytes())
         except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as error:
@@ -201,7 +201,7 @@ class DirectoryTree:
             ) from error
 
     def _read(self, path: str) -> bytes | None:
-        found = self._look(path)
+        found = self._read_file(path)
         return None if found is None else found.data
 
     def _occupied(self, path: str) -> bool:

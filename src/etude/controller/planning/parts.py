@@ -78,7 +78,7 @@ def _count_at_once(config: RunConfig, sizes: ModelSizes, place: Place) -> float:
 
 def engine_parts(config: RunConfig, sizes: ModelSizes, place: Place) -> list[MemoryPart]:
     """Memory of one engine. On a GPU, without host memory."""
-    held = cache_type(config.engine.cache_dtype, place.kernels, place.dtype)
+    cache_dtype = cache_type(config.engine.cache_dtype, place.kernels, place.dtype)
     longest = config.agent.max_tokens + 1
     tokens = config.engine.cache_tokens or config.engine.num_slots * longest
     pages = -(-tokens // PAGE_TOKENS)
@@ -90,8 +90,8 @@ def engine_parts(config: RunConfig, sizes: ModelSizes, place: Place) -> list[Mem
         packed = choose_weight_dtype(config.engine.weight_dtype, place)
         num_bytes = 2 * sizes.packed_parameters * (2 if packed == "bfloat16" else _FLOAT_BYTES)
         parts.append(MemoryPart(PACKED, num_bytes, f"matrices as native kernels read them, {packed}"))
-    why = f"{tokens:,} tokens in {held}, if all are in use"
-    parts.append(MemoryPart(PAGES, pages * page_bytes(config.model, held), why))
+    why = f"{tokens:,} tokens in {cache_dtype}, if all are in use"
+    parts.append(MemoryPart(PAGES, pages * page_bytes(config.model, cache_dtype), why))
     if place.device == "cpu" and (fetched := _fetched(config, sizes, place)):
         parts.append(fetched)
     return parts

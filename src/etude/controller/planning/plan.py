@@ -131,9 +131,9 @@ def _sizes(config: RunConfig, vocab_size: int, place: Place) -> ModelSizes:
 
 
 def _fix(config: RunConfig, part: MemoryPart) -> str:
-    held = config.engine.cache_tokens or config.engine.num_slots * (config.agent.max_tokens + 1)
+    tokens = config.engine.cache_tokens or config.engine.num_slots * (config.agent.max_tokens + 1)
     fixes = {
-        PAGES: f"set engine.cache_tokens lower (a GB holds {held * 1e9 / max(1, part.num_bytes):,.0f})",
+        PAGES: f"set engine.cache_tokens lower (a GB holds {tokens * 1e9 / max(1, part.num_bytes):,.0f})",
         "activations": "shorten agent.max_tokens"
         if config.activation_checkpointing
         else "set activation_checkpointing = true, or on a CPU num_threads lower",

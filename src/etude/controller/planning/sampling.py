@@ -98,8 +98,8 @@ def plan_sampling(
 def _decode_step_s(config: RunConfig, sizes: ModelSizes, place: Place, rates: Rates, live: float) -> float:
     """Seconds of one token for each of `live` sessions: reading weights and caches, or products if slower."""
     length = config.plan.session_tokens
-    held = cache_type(config.engine.cache_dtype, place.kernels, place.dtype)
-    cache_bytes = live * length / 2 / PAGE_TOKENS * page_bytes(config.model, held)
+    cache_dtype = cache_type(config.engine.cache_dtype, place.kernels, place.dtype)
+    cache_bytes = live * length / 2 / PAGE_TOKENS * page_bytes(config.model, cache_dtype)
     experts = float(sizes.expert_parameters)
     if experts:
         missed = (1 - config.model.experts_per_token / config.model.num_experts) ** live
