@@ -23,7 +23,7 @@ from etude.controller.compute import place_model, use_numerics
 from etude.controller.local import LocalExecutor, LocalHandle
 from etude.controller.parts import Parts, open_parts
 from etude.controller.ray_checks import check_address, check_room
-from etude.controller.remote.evaluation import EvaluationBeside
+from etude.controller.remote.evaluation import BackgroundEvaluation
 from etude.controller.training_part import TrainingPart, TrainingPaths
 from etude.errors.packages import missing_package
 from etude.inference import EngineService
@@ -47,7 +47,7 @@ class Arrangement:
     training: AbstractAsyncContextManager[Handle[TrainingPart]]
     """Opens the trainer: a Handle of a TrainingPart or of an equivalent. It may hold processes, so it is
     closed before the final evaluations."""
-    beside: EvaluationBeside | None = None
+    beside: BackgroundEvaluation | None = None
     """Evaluates versions during training."""
 
 

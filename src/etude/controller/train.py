@@ -45,7 +45,7 @@ from etude.controller.reinforcement import (
     overlaps_publication,
 )
 from etude.controller.remote.arrangement import open_remote
-from etude.controller.remote.evaluation import EvaluationBeside
+from etude.controller.remote.evaluation import BackgroundEvaluation
 from etude.controller.stages import MIDTRAINING, run_midtraining
 from etude.controller.stopping import StopSignal
 from etude.controller.stored import RUN_TOKENIZER
@@ -327,7 +327,11 @@ class _Run:
         )
 
     async def _reinforce(
-        self, trainer: Handle[TrainingPart], parts: Parts, players: Players, beside: EvaluationBeside | None
+        self,
+        trainer: Handle[TrainingPart],
+        parts: Parts,
+        players: Players,
+        beside: BackgroundEvaluation | None,
     ) -> None:
         config = self.config
         source = self.family.source()
@@ -430,7 +434,7 @@ class _Saver:
         run: _Run,
         trainer: Handle[TrainingPart],
         loop: ReinforcementLoop,
-        beside: EvaluationBeside | None,
+        beside: BackgroundEvaluation | None,
     ) -> None:
         self._run, self._trainer, self._loop, self._beside = run, trainer, loop, beside
         if beside is not None:

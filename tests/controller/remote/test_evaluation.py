@@ -7,7 +7,7 @@ import pytest
 
 from etude.config import ClusterConfig
 from etude.controller.local import LocalHandle
-from etude.controller.remote.evaluation import EvaluationBeside, EvaluationPart, JudgedVersion
+from etude.controller.remote.evaluation import BackgroundEvaluation, EvaluationPart, JudgedVersion
 from etude.controller.supervision import FaultJournal, Supervision
 from etude.environment.episodes import EpisodeLimits
 from etude.errors import WeightUpdateError
@@ -51,7 +51,7 @@ class Judge:
 
 
 class Bench:
-    """An EvaluationBeside over judges of this process."""
+    """An BackgroundEvaluation over judges of this process."""
 
     def __init__(self, every_steps: int, settings: ClusterConfig = FAST) -> None:
         self.handles: list[LocalHandle[Judge]] = []
@@ -60,7 +60,7 @@ class Bench:
         self.metrics, self.observer = MemorySink(), RecordingObserver()
         self.journal = FaultJournal(self.metrics, self.observer)
         self.step = 0
-        self.beside = EvaluationBeside(
+        self.beside = BackgroundEvaluation(
             self._spawn,
             BUILD,
             [TASK],

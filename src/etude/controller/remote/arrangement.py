@@ -4,7 +4,7 @@ run's process: the loop, trajectory log, faults; without workers also sessions a
     ├── trainer            SupervisedTrainer
     ├── engine-0, ...      EngineFleet <──────────────┐ requests
     ├── worker-0, ...      RemoteEpisodes: sessions ──┘
-    └── evaluation         EvaluationBeside: an engine and sessions
+    └── evaluation         BackgroundEvaluation: an engine and sessions
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from etude.controller.harness import open_environment
 from etude.controller.parts import Parts
 from etude.controller.remote.engine_part import EnginePart
 from etude.controller.remote.episodes import RemoteEpisodes
-from etude.controller.remote.evaluation import EvaluationBeside, EvaluationPart
+from etude.controller.remote.evaluation import BackgroundEvaluation, EvaluationPart
 from etude.controller.remote.fleet import EngineFleet
 from etude.controller.remote.rollout_part import RolloutPart
 from etude.controller.remote.trainers import RemoteTrainingPart, SupervisedTrainer
@@ -197,7 +197,7 @@ class _PartFactory:
         return self.spawning(needs, RolloutPart, *arguments)
 
     @contextlib.asynccontextmanager
-    async def evaluation(self, fleet: EngineFleet) -> AsyncIterator[EvaluationBeside | None]:
+    async def evaluation(self, fleet: EngineFleet) -> AsyncIterator[BackgroundEvaluation | None]:
         """Evaluation during training, if it is configured."""
         config, context = self.config, self.context
         if not config.evaluation.every_steps:
@@ -205,7 +205,7 @@ class _PartFactory:
             return
         owner = f"{sandbox_owner(context)}/{EVALUATION}"
         arguments = (config, self.tokenizer, self.weights, self.limits, owner, self.model)
-        beside = EvaluationBeside(
+        beside = BackgroundEvaluation(
             self.spawning(self.needs[EVALUATION], EvaluationPart, *arguments),
             self.build,
             context.heldout,

@@ -86,7 +86,7 @@ KIND = "evaluation"
 SPLIT = "during"
 
 
-class EvaluationBeside:
+class BackgroundEvaluation:
     """Evaluates versions in a supervised process. For one event loop.
 
     One version at a time: versions that come into service meanwhile are skipped, and reported. An evaluation
