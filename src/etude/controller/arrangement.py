@@ -128,9 +128,8 @@ def is_reproducible(config: RunConfig) -> bool:
 
 
 def keeps_schedule(config: RunConfig) -> bool:
-    """Whether requests reach the engine in a reproducible order. They do not with vLLM, with several
-    processes or clusters that sample or run sessions, with sampling while the trainer steps, or with borrowed
-    replicas."""
+    """Whether requests reach the engine in a reproducible order. Not with vLLM, several processes or clusters
+    that sample or run sessions, sampling while the trainer steps, or borrowed replicas."""
     if config.engine.backend != "etude" or config.clusters.listen or config.elastic.router:
         return False
     if config.agent.harness.command:  # which sends requests at any time

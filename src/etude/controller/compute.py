@@ -206,9 +206,8 @@ def choose_kernels(
 
 
 def place_model(model: AnyModule, config: RunConfig) -> AnyModule:
-    """Moves a model to train to the device of a resolved configuration, in its number format, with the
-    device's operations and, if configured, activation checkpointing. Changes the model in place; returns
-    it."""
+    """Moves a model, in place, to the device and number format of a resolved configuration, with the device's
+    operations and, if configured, activation checkpointing; returns it."""
     if isinstance(model, LanguageModel):
         model.checkpoint_activations(config.activation_checkpointing)
     if config.device != "cuda":

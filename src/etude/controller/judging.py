@@ -78,8 +78,7 @@ class Judging:
         stop: StopSignal,
         report: dict[str, Any],
     ) -> None:
-        """`config`: resolved. `stop`: the run's clock. `report`: changed in place; methods say where it is
-        written to disk."""
+        """`config`: resolved. `stop`: the run's clock. `report`: changed in place; some methods write it."""
         self._config, self._run = config, run
         self._metrics, self._observer = metrics, observer
         self._stop, self._report = stop, report

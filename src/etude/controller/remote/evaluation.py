@@ -105,8 +105,7 @@ class BackgroundEvaluation:
         metrics: MetricSink,
         observer: Observer,
     ) -> None:
-        """`build`: required of the process. `every_steps`: see EvaluationConfig. `serving`: the manifest of
-        the weights that sample for training."""
+        """`build`: required of the process. `serving`: manifest of the weights in service for training."""
         self._build, self._tasks = build, tasks
         self._every_steps, self._serving = every_steps, serving
         self._journal = supervision.journal
