@@ -47,7 +47,7 @@ class Control:
         self.board = Board(settings.lease_s, settings.max_gives, clock)
         self.settings = settings
         self.num_refused = 0
-        """Attempts to join that were refused because the fingerprint or the version of the API differs."""
+        """Attempts to join that were refused."""
         self._weights = AnnouncedWeights()
         self._intake = Intake(settings, self._weights, inbox)
         self._offer = offer
