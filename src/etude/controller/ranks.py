@@ -32,7 +32,7 @@ from etude.model.ops import Ops
 from etude.model.scoring import device_of
 from etude.records import BlobRef, Group, PolicyVersion, Scores, WeightManifest
 from etude.training import NextTokenTrainer, RlTrainer
-from etude.training.checkpoints import FollowingWriter, WriteCheckpoint, save_checkpoint
+from etude.training.checkpoints import FollowerWriter, WriteCheckpoint, save_checkpoint
 from etude.training.intake import RouteFetcher
 from etude.training.optimizer import OffendingBatches
 from etude.training.parallel.team import Team, check_world, is_follower
@@ -148,7 +148,7 @@ class Rank(Generic[TrainerT]):
     def __init__(self, trainer: TrainerT, *, asynchronous: bool) -> None:
         """`asynchronous`: whether checkpoints are written while training continues."""
         self.trainer = trainer
-        self._writer = FollowingWriter(asynchronous=asynchronous)
+        self._writer = FollowerWriter(asynchronous=asynchronous)
 
     def call_trainer(self, method: Callable[..., T], *arguments: Any) -> T:
         """Calls a method of the trainer's class."""

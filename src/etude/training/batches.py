@@ -1,4 +1,4 @@
-"""Sequences to train on, and how they become updates."""
+"""Training sequences, and their distribution over the optimiser updates of a step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from etude.algorithms.normalizers import NORMALIZERS
 from etude.config import LossConfig
 
 UNKNOWN_LAG = -1
-"""Version lag of a token that another lineage sampled, or weights that a kill lost."""
+"""Version lag of a token sampled by another lineage, or by weights that were lost when the run was killed."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,11 +36,11 @@ class TrainingSequence:
     """[T] trainer steps since the version that sampled a token, or UNKNOWN_LAG; None: 0 everywhere."""
     segment_id: str = ""
     weight: float = 0.0
-    """What each trained token's loss is multiplied by: the update's normaliser."""
+    """Factor on each trained token's loss: the update's normaliser."""
     place: int = 0
-    """Number of the first trained token among all of the step's."""
+    """Index of the first trained token among all trained tokens of the step."""
     proximal: NDArray[np.float32] | None = None
-    """[T] the trainer's own log-probabilities at the step's start, where they are needed."""
+    """[T] the trainer's own log-probabilities at the step's start; None where the loss does not use them."""
 
     @property
     def num_trained(self) -> int:
@@ -49,12 +49,12 @@ class TrainingSequence:
 
     @property
     def has_advantage(self) -> bool:
-        """Whether any trained token has one."""
+        """Whether any trained token has an advantage other than 0."""
         return bool(self.advantages[self.sampled].any())
 
     @property
     def places(self) -> NDArray[np.int64]:
-        """[T] number of each trained token among all of the step's; meaningless elsewhere."""
+        """[T] index of each trained token among all of the step's; undefined at other tokens."""
         return self.place + self.sampled.cumsum() - 1
 
 
@@ -63,7 +63,7 @@ class TrainingGroup:
     """The graded members of one group."""
 
     chains: tuple[tuple[TrainingSequence, ...], ...]
-    """Per trajectory its segments. One whose segments cannot be trained on keeps its place, and has none."""
+    """Per trajectory its segments; empty for a trajectory none of whose segments can be trained on."""
 
 
 def split_updates(groups: Sequence[TrainingGroup], loss: LossConfig, num_updates: int) -> list[Update]:
@@ -79,7 +79,7 @@ def split_updates(groups: Sequence[TrainingGroup], loss: LossConfig, num_updates
 
 
 Update = list[TrainingSequence]
-"""What one optimiser update trains on, weighted."""
+"""The weighted sequences of one optimiser update."""
 
 
 def _update(groups: Sequence[TrainingGroup], loss: LossConfig, place: int) -> Update:
@@ -95,7 +95,7 @@ def _update(groups: Sequence[TrainingGroup], loss: LossConfig, place: int) -> Up
 
 
 def describe_batch(sequences: Iterable[TrainingSequence]) -> dict[str, Any]:
-    """What a batch consists of, as tensors and plain values: for a file that explains what went wrong."""
+    """The content of a batch as tensors and plain values, for a file that helps to diagnose an error."""
     return {
         "sequences": [
             {

@@ -19,7 +19,7 @@ from etude.observe import MemorySink, SilentObserver
 from etude.training import NextTokenTrainer, ShuffledDocuments
 from etude.training.checkpoints import (
     CheckpointKeeper,
-    FollowingWriter,
+    FollowerWriter,
     load_checkpoint,
     load_stored,
     save_checkpoint,
@@ -123,14 +123,14 @@ def keep(ranks: MeshRanks, latest: Path) -> list[bool]:
     found: list[bool] = []
     expected: Values = {}
     with CheckpointKeeper(latest, settings, MemorySink(), SilentObserver()) as keeper:
-        write = keeper.write if ranks.is_main else FollowingWriter(asynchronous=True)
+        write = keeper.write if ranks.is_main else FollowerWriter(asynchronous=True)
         for step in range(1, 4):
             trainer.step()
             expected = values_of(ranks, trainer)
             state = {"trainer": trainer.state_dict(), "stage": "rl", "step": step}
             write(latest, ranks.stored(trainer.model), state)
             trainer.step()
-        if isinstance(write, FollowingWriter):
+        if isinstance(write, FollowerWriter):
             write._pool.shutdown()  # the ranks' groups end when this function returns
             return []
         found.append(not keeper.due)

@@ -1,4 +1,4 @@
-"""Models in and out: Hugging Face directories that carry all that others need to run the model."""
+"""Export of models as Hugging Face directories with everything that other programs need to run them."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ def convert_model(
     tokenizers: Sequence[Path] = (),
     base: Path | None = None,
 ) -> AnyModel:
-    """Reads a model with every check that reading has and writes it to `target`, whole or not at all, with
-    its tokenizer, chat template and generation settings; returns it.
+    """Reads a model, with all checks, and writes it atomically to `target` with its tokenizer, chat template
+    and generation settings; returns it.
 
     `source` is a checkpoint, whose hashes are compared, or any Hugging Face directory. Adapters alone are
-    merged with the model in `base`, which they were trained on. The tokenizer is the first that lies in
-    `source`, in `base` or in one of `tokenizers`. What training needs to go on is left out, and so are
-    layers that draft tokens. Raises CheckpointError for what cannot be read, has no tokenizer, adapters
+    merged with the model in `base`, which they were trained on. The tokenizer is the first one found in
+    `source`, in `base` or in one of `tokenizers`. State for resuming training and layers that draft tokens
+    are left out. Raises CheckpointError for a source that cannot be read or has no tokenizer, adapters
     without their base, or for a `target` that exists; ResourceError where the disk is full.
     """
     if target.exists():
@@ -90,7 +90,7 @@ def convert_model(
 
 
 def _load(source: Path, dtype: torch.dtype, base: Path | None) -> AnyModel:
-    """The model that `source` holds, whichever program wrote it, or whose adapters it holds."""
+    """The model in `source`, whichever program wrote it; of adapters, `base` merged with them."""
     if not (source / _CONFIG).is_file() and base is not None:
         return _cast(_merged(source, load_state(source) or {}, base), dtype)
     if has_shards(source):
@@ -99,7 +99,7 @@ def _load(source: Path, dtype: torch.dtype, base: Path | None) -> AnyModel:
 
 
 def _merged(source: Path, state: Mapping[str, Any], base: Path) -> AnyModel:
-    """The sum of a base and of the adapters in `state`."""
+    """The model in `base` with the adapters in `state` merged into it."""
     if "adapters" not in state:
         raise CheckpointError("holds neither a model nor adapters", field="checkpoint", received=str(source))
     stored = state["adapters"]

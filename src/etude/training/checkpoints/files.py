@@ -1,10 +1,10 @@
-"""Directories that exist only when they are whole, and that say of every file what it must hold.
+"""Directories that are created atomically and hold a hash of each of their files.
 
     fill .NAME.partial -> hash every file (digests.json) -> fsync
         -> NAME becomes .NAME.old -> .NAME.partial becomes NAME -> fsync -> .NAME.old is retired
 
-Killed anywhere, the older checkpoint or the newer one is there, whole; `recover_directory` finishes the one
-case in which it lies under its other name.
+Whenever the process is killed, either the older checkpoint or the newer one is complete; `recover_directory`
+finishes the one case in which it is still named .NAME.old.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ class Flaw(StrEnum):
     UNFINISHED = "unfinished"
     """It was being written when the process ended, or it is no checkpoint."""
     MISSING = "missing"
-    """A file is not there."""
+    """A file does not exist."""
     DAMAGED = "damaged"
-    """A file does not hold what was written."""
+    """A file's content is not what was written."""
 
 
 @dataclass(frozen=True, slots=True)
 class FileFlaw:
-    """What is wrong with which file."""
+    """A file of a checkpoint that cannot be used, and why."""
 
     file: Path
     flaw: Flaw
 
     def error(self) -> CheckpointError:
-        """What a reader raises."""
+        """The exception that a reader raises for this flaw."""
         if self.flaw is Flaw.UNFINISHED:
             return CheckpointError(
                 "no checkpoint here",
@@ -61,13 +61,13 @@ class FileFlaw:
 def write_whole(
     directory: Path, fill: Callable[[Path], None], retire: Callable[[Path], object] = shutil.rmtree
 ) -> None:
-    """Makes `directory` of what `fill` puts into the empty one that it is given.
+    """Creates `directory` atomically with the files that `fill` writes into an empty directory.
 
-    An older checkpoint of that name is replaced and handed to `retire`, under another name. Whatever fails,
-    the older one stays. Raises ResourceError where the disk is full, and whatever `fill` raises.
+    An older checkpoint of that name is renamed and passed to `retire`. If anything fails, the older one
+    stays. Raises ResourceError where the disk is full, and whatever `fill` raises.
     """
     try:
-        with full_disk_named(directory):
+        with translate_full_disk(directory):
             fill(begin(directory))
             seal(partial_of(directory))
             commit(directory, retire)
@@ -77,7 +77,7 @@ def write_whole(
 
 
 def begin(directory: Path) -> Path:
-    """Makes the empty directory that is to become `directory`, without what a killed save left there."""
+    """Creates the empty directory that is to become `directory`; removes the remains of a killed save."""
     partial = partial_of(directory)
     if partial.exists():
         shutil.rmtree(partial)
@@ -86,9 +86,9 @@ def begin(directory: Path) -> Path:
 
 
 def seal(directory: Path, known: Mapping[str, str] | None = None) -> None:
-    """Writes down every file's hash, and makes all of it durable.
+    """Writes the hash of every file to `digests.json`, and syncs the directory to disk.
 
-    `known`: hashes of files that others have written, hashed and made durable.
+    `known`: hashes of files that other ranks have written, hashed and synced.
     """
     known = known or {}
     files = {path.relative_to(directory).as_posix(): path for path in directory.rglob("*") if path.is_file()}
@@ -98,9 +98,8 @@ def seal(directory: Path, known: Mapping[str, str] | None = None) -> None:
 
 
 def commit(directory: Path, retire: Callable[[Path], object] = shutil.rmtree) -> None:
-    """Gives a sealed directory its name; what had it before goes to `retire`, under another name.
-
-    Where the disk is too full to retire it, it stays under that name for the next save to retire.
+    """Renames a sealed directory to its final name; the directory it replaces is renamed and passed to
+    `retire`. Where the disk is too full to retire that, it stays for the next save to retire.
     """
     partial = partial_of(directory)
     try:
@@ -111,14 +110,14 @@ def commit(directory: Path, retire: Callable[[Path], object] = shutil.rmtree) ->
 
 
 def partial_of(directory: Path) -> Path:
-    """Where `directory` is while it is being written; left behind by a process that was killed."""
+    """The path of `directory` while it is being written; a killed process leaves it behind."""
     return directory.with_name(f".{directory.name}.partial")
 
 
 def find_flaws(directory: Path, part: int = 0, num_parts: int = 1) -> list[FileFlaw]:
-    """Everything that is wrong with a checkpoint; reads all of it. Empty: it is whole.
+    """All missing and damaged files of a checkpoint, which is read completely; empty if it is intact.
 
-    With `num_parts` only every so many-th file is looked at, from number `part` on.
+    With `num_parts`, only every `num_parts`-th file is checked, starting with number `part`.
     """
     path = directory / DIGESTS
     if not path.is_file():
@@ -137,7 +136,7 @@ def find_flaws(directory: Path, part: int = 0, num_parts: int = 1) -> list[FileF
 
 
 def read_digests(directory: Path) -> dict[str, str] | None:
-    """The hash of each file, by its path in the directory; None if that list is damaged."""
+    """The hash of each file by its path in the directory; None if `digests.json` is damaged."""
     try:
         digests = json.loads((directory / DIGESTS).read_text(encoding="utf-8"))
     except ValueError:
@@ -152,7 +151,7 @@ def check_whole(directory: Path, part: int = 0, num_parts: int = 1) -> None:
 
 
 def is_full_disk(error: BaseException) -> bool:
-    """Whether this is how a full disk shows: an OSError, perhaps beneath another, or a library's words."""
+    """Whether the cause of `error` is a full disk: an OSError in its chain, or a library's message."""
     seen: BaseException | None = error
     while seen is not None:
         if isinstance(seen, OSError) and seen.errno in FULL:
@@ -164,8 +163,8 @@ def is_full_disk(error: BaseException) -> bool:
 
 
 @contextmanager
-def full_disk_named(directory: Path) -> Iterator[None]:
-    """Raises ResourceError for a full disk, whatever a library makes of it."""
+def translate_full_disk(directory: Path) -> Iterator[None]:
+    """Turns errors caused by a full disk, also those that libraries raise, into ResourceError."""
     try:
         yield
     except Exception as error:

@@ -1,10 +1,10 @@
-"""Older checkpoints than the newest: which are kept, and which one a run goes on from.
+"""Earlier checkpoints: retention, and the choice of the one that a run resumes from.
 
     checkpoints/latest                 the newest
     checkpoints/history/000012-rl-30   the one before: its number, its stage, its step
-    checkpoints/damaged/latest         found damaged when a run went on, from an older one, or saved another
+    checkpoints/damaged/latest         found damaged when a run resumed from an older one, or saved a new one
 
-Only whole checkpoints come into the history, by a rename; what is deleted is never the newest.
+Only complete checkpoints are moved into the history, by a rename; the newest is never deleted.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from etude.training.checkpoints.saving import read_state
 
 HISTORY, DAMAGED = "history", "damaged"
 KIND = "resume"
-"""Of the rows of metrics: one per sitting that passed checkpoints over."""
+"""Kind of the metrics row written when a resuming run skips unusable checkpoints."""
 _NAME = re.compile(r"(\d+)-(.+)-(\d+)")
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
-    """An older checkpoint."""
+class HistoryEntry:
+    """An earlier checkpoint."""
 
     path: Path
     number: int
-    """Grows from save to save."""
+    """Increases with every save."""
     step: int
 
     def score(self) -> float | None:
-        """What it was saved with; more is better. None as well where that is no finite number, which says
-        nothing of what is better, and where it cannot be read any more."""
+        """The score it was saved with; higher is better. None if it has none, if the score is not finite and
+        so cannot be ranked, or if its state cannot be read any more."""
         try:
             score = (read_state(self.path) or {}).get("score")
         except CheckpointError:
@@ -50,28 +50,28 @@ class Kept:
 
 
 class History:
-    """What was the newest checkpoint once. One process changes it at a time."""
+    """The directory of earlier checkpoints. One process changes it at a time."""
 
     def __init__(self, latest: Path) -> None:
-        """`latest`: where the newest is."""
+        """`latest`: path of the newest checkpoint."""
         self._directory = latest.with_name(HISTORY)
         self._damaged = latest.with_name(DAMAGED) / latest.name
 
-    def entries(self) -> list[Kept]:
-        """Oldest first."""
+    def entries(self) -> list[HistoryEntry]:
+        """All entries, oldest first."""
         if not self._directory.is_dir():
             return []
         named = [(path, _NAME.fullmatch(path.name)) for path in self._directory.iterdir()]
-        found = [Kept(path, int(match[1]), int(match[3])) for path, match in named if match]
-        return sorted(found, key=lambda kept: kept.number)
+        found = [HistoryEntry(path, int(match[1]), int(match[3])) for path, match in named if match]
+        return sorted(found, key=lambda entry: entry.number)
 
     def add(self, directory: Path) -> None:
-        """Moves a checkpoint in. One without a state, from which nothing could go on, is deleted; one whose
-        state cannot be read any more is put aside."""
+        """Moves a checkpoint into the history. One without a state, from which no run can resume, is
+        deleted; one whose state cannot be read is moved to `damaged`."""
         try:
             state = read_state(directory)
         except CheckpointError:
-            _put_aside(directory, self._damaged)
+            _quarantine(directory, self._damaged)
             return
         if state is None:
             shutil.rmtree(directory)
@@ -83,32 +83,32 @@ class History:
         move(directory, self._directory / name)
 
     def prune(self, settings: CheckpointConfig) -> None:
-        """Deletes what no rule keeps. The newest checkpoint, which is not in here, is one of `keep_last`."""
+        """Deletes entries that no rule keeps. The newest checkpoint, not an entry, counts for `keep_last`."""
         entries = self.entries()
         keep = entries[max(0, len(entries) + 1 - settings.keep_last) :]
         if settings.keep_every_steps:
-            keep += [kept for kept in entries if kept.step % settings.keep_every_steps == 0]
+            keep += [entry for entry in entries if entry.step % settings.keep_every_steps == 0]
         if settings.keep_best:
-            scored = [(score, kept) for kept in entries if (score := kept.score()) is not None]
+            scored = [(score, entry) for entry in entries if (score := entry.score()) is not None]
             scored.sort(key=lambda pair: (pair[0], pair[1].number))
-            keep += [kept for _, kept in scored[-settings.keep_best :]]
-        wanted = {kept.path for kept in keep}
-        for kept in entries:
-            if kept.path not in wanted:
-                _delete(kept.path)
+            keep += [entry for _, entry in scored[-settings.keep_best :]]
+        wanted = {entry.path for entry in keep}
+        for entry in entries:
+            if entry.path not in wanted:
+                _delete(entry.path)
 
 
 def find_resumable(latest: Path, metrics: MetricSink, observer: Observer) -> Path | None:
-    """The newest whole checkpoint, of `latest`, what it had replaced when a save was killed, and its history;
-    None if nothing was saved yet.
+    """The newest intact checkpoint: `latest`, the one it replaced if the save was killed, or one of the
+    history; None if nothing was saved yet.
 
-    Reads all of it. Those passed over are printed, counted by reason in the metrics, and moved to `damaged`.
-    Raises CheckpointError if there are some and none is whole: starting over would lose what they hold.
+    Reads it completely. Skipped ones are printed, counted by reason in the metrics, and moved to `damaged`.
+    Raises CheckpointError if there are some and none is intact: starting over would discard their contents.
     """
     recover_directory(latest)
     replaced = old_of(latest)
     candidates = [path for path in (latest, replaced) if path.exists()]
-    candidates += [kept.path for kept in reversed(History(latest).entries())]
+    candidates += [entry.path for entry in reversed(History(latest).entries())]
     flaws: list[FileFlaw] = []
     damaged: list[Path] = []
     found: Path | None = None
@@ -132,16 +132,18 @@ def find_resumable(latest: Path, metrics: MetricSink, observer: Observer) -> Pat
     if partial_of(latest).exists():
         flaws.append(FileFlaw(partial_of(latest), Flaw.UNFINISHED))
     if flaws:
-        _tell(flaws, found, metrics, observer)
+        _report_skipped(flaws, found, metrics, observer)
     for path in damaged:
-        _put_aside(path, latest.with_name(DAMAGED) / path.name)
+        _quarantine(path, latest.with_name(DAMAGED) / path.name)
     if found == replaced:
         recover_directory(latest)
         return latest
     return found
 
 
-def _tell(flaws: list[FileFlaw], found: Path | None, metrics: MetricSink, observer: Observer) -> None:
+def _report_skipped(
+    flaws: list[FileFlaw], found: Path | None, metrics: MetricSink, observer: Observer
+) -> None:
     for flaw in flaws:
         observer.say(f"passing over a checkpoint that is {flaw.flaw}: {flaw.file}")
     counts = Counter(f"skipped_{flaw.flaw}" for flaw in flaws)
@@ -151,8 +153,8 @@ def _tell(flaws: list[FileFlaw], found: Path | None, metrics: MetricSink, observ
 
 
 def _delete(path: Path) -> None:
-    """What a network file system keeps of open files, such as the state that a run went on from, stays until
-    the next save."""
+    """Deletes a directory. Placeholders that a network file system keeps for open files, such as the state
+    that the run resumed from, remain until the next save."""
     try:
         shutil.rmtree(path)
     except OSError as error:
@@ -160,7 +162,7 @@ def _delete(path: Path) -> None:
             raise
 
 
-def _put_aside(path: Path, target: Path) -> None:
+def _quarantine(path: Path, target: Path) -> None:
     target.parent.mkdir(exist_ok=True)
     if target.exists():
         shutil.rmtree(target)

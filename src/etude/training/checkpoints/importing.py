@@ -1,4 +1,4 @@
-"""Published models: checked, and written as a Hugging Face directory that everything here takes."""
+"""Import of published models: checked, and written as a Hugging Face directory that all commands accept."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from etude.training.checkpoints.token_ids import copy_token_ids
 
 def import_model(source: Path, target: Path, dtype: torch.dtype = torch.float32) -> None:
     """Writes `source`, a GGUF file or a Hugging Face directory, to `target` with weights of type `dtype`, its
-    tokenizer, chat template, generation settings and a hash of each file; whole or not at all.
+    tokenizer, chat template, generation settings and a hash of each file; atomically.
 
     Everything is read and checked before anything is written. Raises CheckpointError for weights that are
     damaged, contradict their configuration or are larger than memory, and for a `target` that exists;
@@ -72,29 +72,30 @@ def _check_tokens(tokenizer: Tokenizer, vocab_size: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ModelSummary:
-    """What a Hugging Face directory holds."""
+    """The contents of a Hugging Face directory, for `etude model show`."""
 
     architecture: str
-    """Empty where it is not defined here: such a model trains through transformers and samples through
+    """Empty if Étude does not implement it: such a model trains through transformers and samples through
     vLLM."""
     foreign: str
-    """What of it is not defined here, if anything."""
+    """The setting that Étude does not implement, and why; empty if it implements the model."""
     parameters: int
-    """Of an architecture that is defined here, else 0."""
+    """Number of parameters, for an architecture that Étude implements; otherwise 0."""
     window: int
     """Longest sequence in tokens."""
     weight_bytes: int
-    """Of the files."""
+    """Size of the weight files."""
     tokens: int
-    """Of the tokenizer."""
+    """Size of the tokenizer's vocabulary."""
     control_tokens: int
     has_chat_template: bool
     chat_template_error: str
-    """Why it renders no plain conversation, if it does not."""
+    """Why the chat template fails to render a plain conversation; empty if it does not fail."""
 
 
 def describe_model(directory: Path) -> ModelSummary:
-    """Raises CheckpointError and ConfigError for a configuration or a tokenizer that cannot be read."""
+    """Summarises a Hugging Face directory. Raises CheckpointError or ConfigError for a configuration or a
+    tokenizer that cannot be read."""
     architecture, parameters, foreign = "", 0, ""
     try:
         fields = read_fields(directory / "config.json")

@@ -1,12 +1,12 @@
-"""Resumable checkpoints that are written while training goes on.
+"""Resumable checkpoints that are written while training continues.
 
-    training ──copy to host memory──> writer thread ──> LATEST, atomically; what was there: into the history
+    training ──copy to host memory──> writer thread ──> LATEST, atomically; its predecessor: into the history
                                   (of each rank)
-       │ goes on at once
+       │ continues at once
        └─ the next save waits for this one; `due` is false until then, so periodic saves never wait
 
-A full disk costs the checkpoint, not the run: the save is counted and reported, older ones stay, and training
-goes on. Only `flush`, at the end of a stage, raises if the last save found no room.
+A full disk costs the checkpoint, not the run: the failure is counted and reported, older ones stay, and
+training continues. Only `flush`, at the end of a stage, raises if the disk was full at the last save.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from etude.training.checkpoints.shards import ModelShards, is_shard
 
 @torch.no_grad()
 def copy_model(model: AnyModel | ModelShards) -> AnyModel | ModelShards:
-    """The model as it is now, or what of it lies here, without gradients. Tied weights stay tied; what
-    computes (`ops`) is shared."""
+    """A copy in host memory of the model, or of this rank's shards of it, without gradients. Tied weights
+    stay tied; `ops` is shared, not copied."""
     if isinstance(model, ModelShards):
         return replace(model, weights=copy_state(model.weights))
     known: dict[int, Any] = {id(model.ops): model.ops}
@@ -48,7 +48,7 @@ def copy_model(model: AnyModel | ModelShards) -> AnyModel | ModelShards:
 
 
 def copy_state(value: Any) -> Any:
-    """Plain values and tensors, nested: copied, tensors into host memory."""
+    """A deep copy of nested plain values and tensors, with tensors in host memory."""
     if isinstance(value, Tensor):
         return _host(value)
     if isinstance(value, Mapping):
@@ -67,20 +67,20 @@ def _host(tensor: Tensor) -> Tensor:
 
 
 KIND = "checkpoint"
-"""Of the rows of metrics: one per save."""
+"""Kind of the metrics row written for each save."""
 
 
 class CheckpointKeeper:
-    """Saves a run's resumable checkpoints. Used by one thread; writes in another.
+    """Saves a run's resumable checkpoints. Called by one thread; writes in another.
 
-    A context manager: leaving it waits for the save in flight, and raises what that raised unless something
-    else is being raised.
+    A context manager: its exit waits for the save in flight, and raises that save's error unless another
+    exception is being raised.
     """
 
     def __init__(
         self, latest: Path, settings: CheckpointConfig, metrics: MetricSink, observer: Observer
     ) -> None:
-        """`latest`: where the newest goes."""
+        """`latest`: path of the newest checkpoint."""
         self._latest = latest
         self._settings = settings
         self._metrics = metrics
@@ -108,7 +108,7 @@ class CheckpointKeeper:
 
     @property
     def due(self) -> bool:
-        """Whether it is time for the next periodic save: never while one is being written."""
+        """Whether the next periodic save is due: never while one is being written."""
         waited = time.monotonic() - self._saved_at > self._settings.every_s
         return waited and (self._writing is None or self._writing.done())
 
@@ -118,10 +118,10 @@ class CheckpointKeeper:
         state: Mapping[str, Any],
         write_more: Callable[[Path], object] | None = None,
     ) -> None:
-        """Copies everything and returns; it is on disk some time later, at the latest after `flush`.
+        """Copies model and state, and returns; the checkpoint is on disk at the latest after `flush`.
 
-        `state` names its `stage` and its `step`, and perhaps a `score`, of which more is better. Waits for an
-        earlier save that is still being written, and raises what that one raised, but for a full disk.
+        `state` has the keys `stage` and `step`, and optionally `score` (higher is better). Waits for an
+        earlier save that is still being written, and raises that save's error unless it was a full disk.
         """
         began = time.monotonic()
         self._finish()
@@ -138,18 +138,18 @@ class CheckpointKeeper:
     def write(
         self, directory: Path, model: AnyModel | ModelShards | None, state: Mapping[str, Any] | None = None
     ) -> None:
-        """`save` as a WriteCheckpoint, for a trainer that puts its own state together."""
+        """`save` as a WriteCheckpoint, for a trainer that assembles its own state."""
         assert directory == self._latest, "the newest checkpoint has one place"
         self.save(model, state or {})
 
     def flush(self) -> None:
-        """Waits for the save in flight. Raises what it raised; ResourceError if the disk was full."""
+        """Waits for the save in flight and raises its error: ResourceError if the disk was full."""
         self._finish()
         if self._failure is not None:
             raise self._failure
 
     def _finish(self) -> None:
-        """Waits for the save in flight, and tells how it went. Raises what it raised, but for a full disk."""
+        """Waits for the save in flight, reports its outcome, raises its error but for a full disk."""
         writing, self._writing = self._writing, None
         if writing is None:
             return
@@ -170,18 +170,17 @@ class CheckpointKeeper:
         state: Mapping[str, Any],
         write_more: Callable[[Path], object] | None,
     ) -> float:
-        """In the writer thread. Returns the seconds that it took."""
+        """Writes the checkpoint, in the writer thread; returns the duration in seconds."""
         began = time.monotonic()
         save_checkpoint(self._latest, model, state, write_more, self._history.add)
         self._history.prune(self._settings)
         return time.monotonic() - began
 
 
-class FollowingWriter:
-    """What every rank but the first, which has the keeper, writes its shards with. Implements
-    WriteCheckpoint.
+class FollowerWriter:
+    """Writes the shards of a rank other than the first, which has the keeper. Implements WriteCheckpoint.
 
-    What fails is raised by the next save, as by the keeper; a full disk is the keeper's to tell.
+    As with the keeper, an error is raised by the next save; a full disk is reported by the keeper alone.
     """
 
     def __init__(self, *, asynchronous: bool) -> None:

@@ -1,9 +1,9 @@
-"""One checkpoint: a model, and beside it what training needs to go on.
+"""One checkpoint: a model, and the state that training resumes from.
 
     one process     config.json, model.safetensors, state.pt         a Hugging Face directory
     several ranks   config.json, shards/, state.pt                   see `shards`
 
-Either is read by any number of processes.
+Any number of processes can read either form.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from etude.training.checkpoints.files import (
     begin,
     check_whole,
     commit,
-    full_disk_named,
     partial_of,
     seal,
+    translate_full_disk,
     write_whole,
 )
 from etude.training.checkpoints.shards import (
@@ -36,8 +36,8 @@ from etude.training.checkpoints.shards import (
     Shards,
     has_shards,
     join_shards,
+    run_on_all_ranks,
     split_shards,
-    together,
 )
 from etude.training.checkpoints.token_ids import copy_token_ids
 
@@ -48,7 +48,7 @@ _WriteMore = Callable[[Path], object]
 
 
 class WriteCheckpoint(Protocol):
-    """Writes a checkpoint, now or soon: `save_checkpoint`, or `CheckpointKeeper.write`."""
+    """Writes a checkpoint, synchronously or not: `save_checkpoint`, or `CheckpointKeeper.write`."""
 
     def __call__(
         self,
@@ -59,13 +59,13 @@ class WriteCheckpoint(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
-    """What a checkpoint holds."""
+class StoredCheckpoint:
+    """The contents of a checkpoint."""
 
     model: AnyModel | ModelShards | None
-    """None for adapters to a model that lies elsewhere."""
+    """None for a checkpoint of adapters, whose base model is stored separately."""
     state: dict[str, Any] | None
-    """Tensors and plain values, if training can go on from it."""
+    """Tensors and plain values, if training can resume from it."""
 
 
 def save_checkpoint(
@@ -75,18 +75,18 @@ def save_checkpoint(
     write_more: _WriteMore | None = None,
     retire: Callable[[Path], object] = shutil.rmtree,
 ) -> None:
-    """Writes a Hugging Face directory, and beside it `state` (tensors and plain values) if given.
+    """Writes a Hugging Face directory that includes `state` (tensors and plain values) if given.
 
-    Without a model there is the state alone: that of adapters to a model which lies elsewhere.
-    `write_more` adds files of the caller's, such as the tokenizer's: it gets the directory to write to. The
-    ids in its generation_config.json get into config.json too.
+    Without a model, only the state is written: for adapters, whose base model is stored separately.
+    `write_more` adds files of the caller's, such as the tokenizer's, to the directory it is given. The token
+    ids in its generation_config.json are copied into config.json too.
     Everything is written, hashed and synced under another name first: `directory` exists only when it is
-    whole. An older checkpoint of that name is replaced, and given to `retire` under another name.
+    complete. An older checkpoint of that name is renamed and passed to `retire`.
     Raises ResourceError where the disk is full; the older one then stays.
 
-    Of ModelShards every rank writes its own, and those that `state` holds; all ranks call this together. The
-    rest of `state`, `write_more` and `retire` are the first rank's, the others' are not looked at. All raise
-    what fails on any, as `together` says.
+    Of ModelShards every rank writes its own, and the shards in its `state`; all ranks call this together. The
+    rest of `state`, `write_more` and `retire` are the first rank's; those of other ranks are ignored. An
+    error on any rank is raised on all, see `run_on_all_ranks`.
     """
     if isinstance(model, ModelShards):
         _save_shards(directory, model, state, write_more, retire)
@@ -114,7 +114,7 @@ def _save_shards(
     is_first = group.rank() == 0
 
     def prepare() -> None:
-        with full_disk_named(directory):
+        with translate_full_disk(directory):
             begin(directory)
             if model.config is not None:
                 dtype = model.weights["embedding"].dtype
@@ -123,27 +123,27 @@ def _save_shards(
             _write_rest(partial, None if state is None else rest[_STATE_KEY], write_more)
 
     def finish(digests: Mapping[str, str]) -> None:
-        with full_disk_named(directory):
+        with translate_full_disk(directory):
             seal(partial, digests)
             commit(directory, retire)
 
     try:
-        together(group, prepare if is_first else _nothing)
+        run_on_all_ranks(group, prepare if is_first else _do_nothing)
         digests = write_shards(partial, shards, group)
-        together(group, (lambda: finish(digests)) if is_first else _nothing)
+        run_on_all_ranks(group, (lambda: finish(digests)) if is_first else _do_nothing)
     except BaseException:
         if is_first:
             shutil.rmtree(partial, ignore_errors=True)
         raise
 
 
-def _nothing() -> None:
-    """What ranks do while the first one works."""
+def _do_nothing() -> None:
+    """The action of the other ranks while the first one works."""
 
 
 def _write_rest(partial: Path, state: Mapping[str, Any] | None, write_more: _WriteMore | None) -> None:
     if state is not None:
-        # By a file of ours: PyTorch's own tells of no full disk.
+        # Through our own file object: PyTorch's does not report a full disk.
         with (partial / STATE).open("wb") as file:
             torch.save(dict(state), file)
     if write_more is not None:
@@ -153,14 +153,14 @@ def _write_rest(partial: Path, state: Mapping[str, Any] | None, write_more: _Wri
 
 
 def has_checkpoint(directory: Path) -> bool:
-    """Whether there is something for `load_checkpoint`, if only what an interrupted save left of the last."""
+    """Whether `directory` holds a checkpoint; first restores one that an interrupted save had renamed."""
     recover_directory(directory)
     return directory.exists()
 
 
 def load_checkpoint(directory: Path) -> tuple[AnyModel, dict[str, Any] | None]:
-    """The model and the state of a checkpoint, whole. Raises CheckpointError if a file is missing or damaged,
-    or if it holds no model."""
+    """The model and the state of a checkpoint, unsharded. Raises CheckpointError if a file is missing or
+    damaged, or if it holds no model."""
     stored = load_stored(directory)
     if stored.model is None:
         raise CheckpointError(
@@ -174,7 +174,7 @@ def load_checkpoint(directory: Path) -> tuple[AnyModel, dict[str, Any] | None]:
 
 
 def load_state(directory: Path) -> dict[str, Any] | None:
-    """What lies beside the model, None if nothing does. Raises CheckpointError if a file is missing or
+    """The state of a checkpoint; None if it has none. Raises CheckpointError if a file is missing or
     damaged."""
     recover_directory(directory)
     check_whole(directory)
@@ -188,13 +188,13 @@ def load_stored(
     directory: Path,
     like: AnyModel | ModelShards | None = None,
     state_like: Mapping[str, Any] | None = None,
-) -> Stored:
-    """All that a checkpoint holds. Raises CheckpointError if a file is missing or damaged.
+) -> StoredCheckpoint:
+    """The contents of a checkpoint. Raises CheckpointError if a file is missing or damaged.
 
-    On several ranks, all call it with ModelShards and a state that are cut as what is read is to be cut; if
-    only one process wrote it, what they get is whole. Tensors of the state that `state_like` has in another
-    shape or type, or not at all, come without values, on the device `meta`. All raise what fails on any.
-    With `like`, raises CheckpointError as well if the model is of another architecture.
+    On several ranks, all call it with ModelShards and a state that are sharded as the result is to be; if
+    one process wrote the checkpoint, the result is unsharded. State tensors that `state_like` lacks, or has
+    in another shape or type, come without values, on the device `meta`. An error on any rank is raised on
+    all. With `like`, also raises CheckpointError if the model is of another architecture.
     """
     shards = like if isinstance(like, ModelShards) else None
     if shards is None:
@@ -204,27 +204,27 @@ def load_stored(
     return _load_parts(directory, shards, state_like or {})
 
 
-def _load_parts(directory: Path, like: ModelShards, state_like: Mapping[str, Any]) -> Stored:
-    """What this rank is to have; see `load_stored`."""
+def _load_parts(directory: Path, like: ModelShards, state_like: Mapping[str, Any]) -> StoredCheckpoint:
+    """This rank's shards; see `load_stored`."""
     group = like.group
     is_first = group.rank() == 0
-    together(group, lambda: recover_directory(directory) if is_first else None)
-    together(group, lambda: check_whole(directory, group.rank(), group.size()))
+    run_on_all_ranks(group, lambda: recover_directory(directory) if is_first else None)
+    run_on_all_ranks(group, lambda: check_whole(directory, group.rank(), group.size()))
     if not has_shards(directory):
-        found: list[Stored] = []
-        together(group, lambda: found.append(_load_whole(directory, like)))
+        found: list[StoredCheckpoint] = []
+        run_on_all_ranks(group, lambda: found.append(_load_whole(directory, like)))
         return found[0]
-    together(group, lambda: _check_shards(directory, like))
+    run_on_all_ranks(group, lambda: _check_shards(directory, like))
     wanted, _ = split_shards({_MODEL_KEY: like.weights, _STATE_KEY: state_like})
     weights, state = _read_split(directory, read_state(directory), wanted, group)
     if not weights:
-        return Stored(None, state)
+        return StoredCheckpoint(None, state)
     fields = read_fields(directory / _CONFIG)
-    return Stored(ModelShards(fields.config, fields.vocab_size, weights, group), state)
+    return StoredCheckpoint(ModelShards(fields.config, fields.vocab_size, weights, group), state)
 
 
-def _load_whole(directory: Path, like: AnyModel | ModelShards | None) -> Stored:
-    """All of it in this process, no matter how many processes wrote it."""
+def _load_whole(directory: Path, like: AnyModel | ModelShards | None) -> StoredCheckpoint:
+    """The whole checkpoint in this process, however many processes wrote it."""
     state, model = read_state(directory), None
     if has_shards(directory):
         weights, state = _read_split(directory, state)
@@ -233,7 +233,7 @@ def _load_whole(directory: Path, like: AnyModel | ModelShards | None) -> Stored:
         model = load_any_model(directory)
     if model is not None and like is not None:
         _check_architecture(model.config, model.vocab_size, like)
-    return Stored(model, state)
+    return StoredCheckpoint(model, state)
 
 
 def _check_shards(directory: Path, like: ModelShards) -> None:
@@ -258,8 +258,8 @@ def _read_split(
     like: Shards | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> tuple[Shards, dict[str, Any] | None]:
-    """Shards of a checkpoint, read as `read_shards` does -> the model's weights, and the state whose plain
-    values are `rest`."""
+    """Reads the shards of a checkpoint with `read_shards`; returns the model's weights, and the state, whose
+    plain values are `rest`."""
     from etude.training.checkpoints.shard_files import read_shards
 
     tree = join_shards({_STATE_KEY: rest or {}}, read_shards(directory, like, group))
@@ -267,7 +267,7 @@ def _read_split(
 
 
 def _assemble(directory: Path, weights: Shards) -> LanguageModel | None:
-    """The model of whole weights; None if there are none."""
+    """A model from unsharded weights; None if there are none."""
     if not weights:
         return None
     fields = read_fields(directory / _CONFIG)
@@ -283,8 +283,8 @@ def _assemble(directory: Path, weights: Shards) -> LanguageModel | None:
 
 
 def read_state(directory: Path) -> dict[str, Any] | None:
-    """`load_state` without looking at hashes, and without what ranks have written shards of: its tensors are
-    read from disk when they are used.
+    """`load_state` without checking hashes and without sharded tensors; the others are mapped, and so read
+    from disk when they are used.
 
     Raises CheckpointError if it cannot be read.
     """

@@ -1,7 +1,7 @@
-"""Files of which every rank writes its part, and reads whatever part it is to have.
+"""Reading and writing of sharded checkpoint files.
 
     each rank: parts ──torch.distributed.checkpoint──> shards/shard-00002-model-….safetensors ──> their hashes
-    later, on another number of ranks, cut otherwise: each rank reads its rows out of those files
+    later, with another number of ranks or another sharding: each rank reads its rows out of those files
 
 The files are safetensors, not the pickles that torch.distributed.checkpoint writes by default: reading a
 checkpoint runs no code of its writer.
@@ -25,15 +25,15 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
 from etude.errors import StoreError
-from etude.training.checkpoints.files import digest_of, full_disk_named, is_full_disk
-from etude.training.checkpoints.shards import SHARDS, Shards, lost_rank, together
+from etude.training.checkpoints.files import digest_of, is_full_disk, translate_full_disk
+from etude.training.checkpoints.shards import SHARDS, Shards, lost_rank, run_on_all_ranks
 
 FILE_BYTES = 1 << 30
 """About the size of a file; a rank holds one of them in memory while it writes it."""
 
 
 def part_on_host(shard: DTensor) -> DTensor:
-    """The same part in memory of its own, on the host."""
+    """A copy of the shard whose local part is in host memory."""
     return _with_part(shard, shard.to_local().detach().to("cpu", copy=True))
 
 
@@ -46,10 +46,10 @@ def write_shards(directory: Path, shards: Shards, group: dist.ProcessGroup) -> d
     writer = HuggingFaceStorageWriter(
         str(directory / SHARDS), _file_numbers(shards, FILE_BYTES * group.size()), save_distributed=True
     )
-    with full_disk_named(directory):
-        _distributed(lambda: save(dict(shards), storage_writer=writer, process_group=group))
+    with translate_full_disk(directory):
+        _run_distributed(lambda: save(dict(shards), storage_writer=writer, process_group=group))
     own = f"shard-{group.rank() + 1:05d}-*"
-    hashes = together(
+    hashes = run_on_all_ranks(
         group, lambda: {f"{SHARDS}/{file.name}": digest_of(file) for file in (directory / SHARDS).glob(own)}
     )
     return {name: digest for found in hashes for name, digest in found.items()}
@@ -58,10 +58,10 @@ def write_shards(directory: Path, shards: Shards, group: dist.ProcessGroup) -> d
 def read_shards(
     directory: Path, like: Shards | None = None, group: dist.ProcessGroup | None = None
 ) -> dict[str, Tensor]:
-    """Reads what `write_shards` wrote: whole without `like`, otherwise as parts that lie as those in it.
+    """Reads the files of `write_shards`: unsharded without `like`, otherwise sharded like its tensors.
 
-    What `like` lacks, or has in another shape or type, is not read, and comes as a tensor on `meta`, whose
-    shape and type are those stored. Collective with a `group`. Raises StoreError, RankError.
+    A tensor that `like` lacks, or has in another shape or type, is not read, and comes as a tensor on `meta`
+    with the stored shape and type. Collective with a `group`. Raises StoreError, RankError.
     """
     reader = HuggingFaceStorageReader(str(directory / SHARDS))
     found: dict[str, Tensor] = {}
@@ -70,13 +70,15 @@ def read_shards(
         found[key] = _place(stored, None if like is None else like.get(key), whole=like is None)
     wanted: dict[str, Any] = {key: tensor for key, tensor in found.items() if tensor.device.type != "meta"}
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # that is what was asked for
-        _distributed(lambda: load(wanted, storage_reader=reader, process_group=group, no_dist=group is None))
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # intended
+        _run_distributed(
+            lambda: load(wanted, storage_reader=reader, process_group=group, no_dist=group is None)
+        )
     return found
 
 
 def _place(stored: TensorStorageMetadata, like: Tensor | None, *, whole: bool) -> Tensor:
-    """Memory for a stored tensor, or a tensor without any."""
+    """An uninitialised tensor to read a stored one into, or one on `meta`."""
     dtype = stored.properties.dtype
     if whole:
         return torch.empty(stored.size, dtype=dtype)
@@ -97,7 +99,7 @@ def _with_part(shard: DTensor, part: Tensor) -> DTensor:
 
 
 def _file_numbers(shards: Shards, most_bytes: int) -> dict[str, int]:
-    """Which file, from 1, a tensor goes to: about so many bytes of whole tensors in each."""
+    """The number of the file, from 1, of each tensor: about `most_bytes` of whole tensors in each file."""
     numbers: dict[str, int] = {}
     room, number = most_bytes, 1
     for key, tensor in shards.items():
@@ -109,8 +111,8 @@ def _file_numbers(shards: Shards, most_bytes: int) -> dict[str, int]:
     return numbers
 
 
-def _distributed(act: Callable[[], object]) -> None:
-    """Does something of torch.distributed.checkpoint's, which all ranks raise if it fails on any.
+def _run_distributed(act: Callable[[], object]) -> None:
+    """Calls `act`, an operation of torch.distributed.checkpoint, and translates its errors.
 
     Raises OSError for a full disk, otherwise StoreError; RankError if a rank is lost.
     """

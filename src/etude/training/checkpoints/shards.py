@@ -1,7 +1,7 @@
-"""Tensors of which every rank has its part: DTensors, which know where they lie in the whole.
+"""Sharded tensors (DTensors) of a checkpoint.
 
-`shard_files` writes and reads them. It is imported where there are any: what it needs of PyTorch takes a
-second to import, which a process without other ranks need not spend.
+`shard_files` writes and reads them. It is imported only where there are shards: the parts of PyTorch that it
+needs take a second to import, which a process without other ranks need not spend.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from typing_extensions import TypeIs
 
 SHARDS = "shards"
-"""The directory of these files in a checkpoint."""
+"""Name of the directory of shard files in a checkpoint."""
 _SEPARATOR = "::"
-"""In the paths of shards. Names of parameters have dots, those of adapters slashes."""
+"""Separates the keys in a shard's path. Names of parameters contain dots, those of adapters slashes."""
 
 T = TypeVar("T")
 Shards = Mapping[str, Tensor]
@@ -34,10 +34,10 @@ Shards = Mapping[str, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class ModelShards:
-    """What of a model lies on this rank, and with whom it is written and read."""
+    """This rank's shards of a model, and the group of ranks that writes and reads them together."""
 
     config: ModelConfig | None
-    """None: there is no model to store, only the state beside it."""
+    """None: only the state is stored, no model."""
     vocab_size: int
     weights: Shards
     """By the parameters' names."""
@@ -50,20 +50,20 @@ class ModelShards:
 
 
 def without_model(stored: object) -> ModelShards | None:
-    """For a checkpoint of a state alone, instead of the model that `stored` is: on several ranks, those who
-    write it; None in one process."""
+    """A stand-in for `stored` in a checkpoint without a model: on several ranks, ModelShards that hold only
+    the group; None in one process."""
     return replace(stored, config=None, weights={}) if isinstance(stored, ModelShards) else None
 
 
 def is_shard(value: object) -> TypeIs[DTensor]:
-    """Whether this is a DTensor. Where nobody has imported them, nothing is."""
+    """Whether `value` is a DTensor, without importing their module: if it is not imported, there are none."""
     # Another thread may be importing them just now: then there are none yet.
     kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
     return kind is not None and isinstance(value, kind)
 
 
 def split_shards(tree: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Nested mappings -> their DTensors, by path, and all the rest, nested as it was."""
+    """Splits nested mappings into their DTensors, by path, and the other values, in the same nesting."""
     shards: dict[str, Tensor] = {}
     rest: dict[str, Any] = {}
     for name, value in tree.items():
@@ -79,7 +79,7 @@ def split_shards(tree: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, 
 
 
 def join_shards(rest: Mapping[str, Any], shards: Shards) -> dict[str, Any]:
-    """What `split_shards` has split."""
+    """The inverse of `split_shards`."""
     tree: dict[str, Any] = {}
     for name, value in rest.items():
         tree[name] = join_shards(value, {}) if isinstance(value, Mapping) else value
@@ -92,18 +92,18 @@ def join_shards(rest: Mapping[str, Any], shards: Shards) -> dict[str, Any]:
     return tree
 
 
-def together(group: dist.ProcessGroup, act: Callable[[], T]) -> list[T]:
-    """Does `act` here, and returns what it returned on each rank. If it fails on any, all raise what it
-    raised on the first of these. Collective.
+def run_on_all_ranks(group: dist.ProcessGroup, act: Callable[[], T]) -> list[T]:
+    """Calls `act` and returns its results on all ranks. If it fails on any, all raise the error of the first
+    of these. Collective.
 
-    Raises RankError if a rank is lost, StoreError for what is not an error of ours.
+    Raises RankError if a rank is lost, StoreError for an exception that is no EtudeError.
     """
     outcome: tuple[T | None, EtudeError | None]
     try:
         outcome = act(), None
     except EtudeError as error:
         outcome = None, error
-    except Exception as error:  # it need not survive the journey to other ranks: its words do
+    except Exception as error:  # other ranks may be unable to unpickle it, so only its text is sent
         outcome = None, StoreError(f"failed on rank {group.rank()}: {error!r}", field="checkpoint")
     outcomes: list[Any] = [None] * group.size()
     try:
@@ -117,17 +117,17 @@ def together(group: dist.ProcessGroup, act: Callable[[], T]) -> list[T]:
 
 
 def has_shards(directory: Path) -> bool:
-    """Whether several ranks have written this checkpoint."""
+    """Whether several ranks wrote this checkpoint."""
     return (directory / SHARDS).is_dir()
 
 
 def num_writers(directory: Path) -> int:
-    """How many ranks have written shards of a checkpoint; 0 for one that is whole."""
+    """How many ranks wrote shards of a checkpoint; 0 for an unsharded one."""
     return len({file.name.split("-")[1] for file in (directory / SHARDS).glob("shard-*")})
 
 
 def lost_rank(error: Exception) -> RankError:
-    """What to say of a collective call that has failed."""
+    """The RankError for a collective call that failed with `error`."""
     return RankError(
         f"a rank is gone or too late: {error}",
         field="checkpoint",

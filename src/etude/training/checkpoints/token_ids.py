@@ -1,4 +1,4 @@
-"""Which tokens begin, end and pad texts, in the files of a Hugging Face directory."""
+"""The ids of the tokens that begin, end and pad texts, in the files of a Hugging Face directory."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def copy_token_ids(source: Path, target: Path) -> None:
-    """Which tokens begin and end texts, as `source` says: in both files of `target`, since engines differ in
-    which they read, and transformers reads Llama 2's out of a config.json that names none."""
+    """Copies the ids of special tokens from `source` into both files of `target`, since engines differ in
+    which file they read, and transformers assumes Llama 2's ids for a config.json without any."""
     found = _token_ids(source / _CONFIG)
     if (source / _GENERATION).is_file():
         found |= _token_ids(source / _GENERATION)

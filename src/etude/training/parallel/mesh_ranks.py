@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from etude.errors import ConfigError, RankError
 from etude.model import LanguageModel
 from etude.model.huggingface.part_reader import PartReader
-from etude.training.checkpoints.shards import ModelShards, together
+from etude.training.checkpoints.shards import ModelShards, run_on_all_ranks
 from etude.training.parallel.collectives import sum_in_order
 from etude.training.parallel.layout import Layout
 from etude.training.parallel.mesh import Mesh
@@ -78,7 +78,7 @@ class MeshRanks:
             with PartReader(directory, dtype) as reader:
                 fill_model(model, self._mesh, reader.read)
 
-        together(self._mesh.saving, read)
+        run_on_all_ranks(self._mesh.saving, read)
         model.unread = None
 
     def share(self, plan: Sequence[Sequence[Sequence[int]]]) -> list[Share]:
