@@ -55,7 +55,7 @@ from etude.store.trajectories import TrajectoryLog
 from etude.tokens.tokenizer import Tokenizer
 from etude.training import NextTokenTrainer, RlTrainer, ShuffledDocuments
 from etude.training.batches import split_updates
-from etude.training.intake import ModelLimits, take_groups
+from etude.training.intake import ModelLimits, prepare_groups
 from etude_quickstart.corpus import load_sessions, make_documents, train_corpus_tokenizer
 from etude_quickstart.generator import TaskGenerator
 
@@ -220,7 +220,7 @@ def _updates(groups: Sequence[Group], config: RunConfig) -> tuple[list[list[dict
     rl = config.rl.model_copy(update={"router_replay": "off"})
     limits = ModelLimits(config.tokenizer.vocab_size, config.model.max_positions)
     version = PolicyVersion(config.name, 0)
-    intake = take_groups(groups, rl, limits, version, lambda ref: np.zeros(0))
+    intake = prepare_groups(groups, rl, limits, version, lambda ref: np.zeros(0))
     updates = [
         [
             {

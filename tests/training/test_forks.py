@@ -14,7 +14,7 @@ from etude.records import (
     Trajectory,
 )
 from etude.training.batches import split_updates
-from etude.training.intake import ModelLimits, take_groups
+from etude.training.intake import ModelLimits, prepare_groups
 from etude.training.loss import Rows, policy_loss
 from tests.model.builders import fresh_routes, random_tokens, small_model
 from tests.training.builders import Rollouts, rl_config
@@ -49,7 +49,7 @@ def forked_and_siblings(rollouts: Rollouts) -> tuple[Group, Group]:
 def step_gradient(model: LanguageModel, config: RlConfig, groups: tuple[Group, ...], rollouts: Rollouts):
     """The gradient of a step's loss, by the trainer's own parts."""
     version = PolicyVersion("run", 0)
-    intake = take_groups(groups, config, ModelLimits.of(model), version, rollouts.blobs.get)
+    intake = prepare_groups(groups, config, ModelLimits.of(model), version, rollouts.blobs.get)
     (update,) = split_updates(intake.groups, config.loss, 1)
     batch = PackedSequences.pack([one.tokens for one in update], torch.device("cpu"))
     rows, targets = Rows.of(update, batch)

@@ -12,7 +12,7 @@ import pytest
 from etude.errors import ConfigError
 from etude.records import Group, PolicyVersion, RewardBreakdown, Status, ToolCall, Turn, VersionSpan
 from etude.training.batches import UNKNOWN_LAG
-from etude.training.intake import Intake, ModelLimits, Skipped, take_groups
+from etude.training.intake import Intake, ModelLimits, Skipped, prepare_groups
 from tests.model.builders import VOCAB, random_tokens, small_model
 from tests.training.builders import Rollouts, as_group, rl_config, trainer_of
 from tests.training.test_rl import assert_equal_gradients, assert_same_weights, gradients_of_step
@@ -23,7 +23,7 @@ LENGTH = 20
 def _intake(rollouts: Rollouts, groups: list[Group], version: int = 0, **changes: Any) -> Intake:
     limits = ModelLimits.of(small_model(0))
     config = rl_config(**changes)
-    return take_groups(groups, config, limits, PolicyVersion("run", version), rollouts.blobs.get)
+    return prepare_groups(groups, config, limits, PolicyVersion("run", version), rollouts.blobs.get)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])

@@ -15,7 +15,7 @@ from etude.model import LanguageModel
 from etude.model.scoring import score_sequences
 from etude.records import PolicyVersion, SampleChunk, SampleRequest, SamplingParams
 from etude.training.batches import TrainingSequence
-from etude.training.intake import ModelLimits, take_groups
+from etude.training.intake import ModelLimits, prepare_groups
 from tests.model.builders import VOCAB, random_tokens, small_model
 from tests.training.builders import Rollouts, as_group, rl_config
 
@@ -38,7 +38,7 @@ def sequences(
         routes=rollouts.blobs.put(routes),
     )
     limits = ModelLimits.of(model)
-    intake = take_groups([as_group([member])], config, limits, VERSION, rollouts.blobs.get)
+    intake = prepare_groups([as_group([member])], config, limits, VERSION, rollouts.blobs.get)
     return list(intake.groups[0].chains[0])
 
 
@@ -85,7 +85,7 @@ def test_routes_of_another_type_are_refused_and_never_cast() -> None:
     rollouts = Rollouts(small_model())
     blob = rollouts.blobs.put(np.zeros((20, 2, 2), dtype=np.int32))
     with pytest.raises(ConfigError, match="uint8 or uint16"):
-        take_groups(
+        prepare_groups(
             [as_group([rollouts.member(1.0, routes=blob)])],
             rl_config(),
             ModelLimits.of(small_model()),

@@ -163,7 +163,7 @@ def test_what_a_step_freed_goes_back_where_memory_is_scarce(
 ) -> None:
     total = training_threads.total_memory_bytes()
     monkeypatch.setattr(training_threads, "available_memory_bytes", lambda: 0 if is_scarce else total)
-    with share_threads(cut=False):
+    with share_threads(split=False):
         pieces = [bytes([1]) * 60_000 for _ in range(2000)]
         kept = pieces[::100]  # between what is freed lies what is in use
         before = resident_bytes()

@@ -1,13 +1,13 @@
-"""Targeted textual feedback: the policy that reads what it did wrong teaches the policy that is not.
+"""Targeted textual feedback: the policy with a hint about its mistake is distilled into the policy without.
 
     student    prefix ... <results>               | <message with the fault>      as it was sampled
     teacher    prefix ... <results> <user: hint>  | <message with the fault>      same weights, no gradient
                                                     ^ KL(teacher || student) on these sampled tokens only
 
-A scalar reward at a session's end says little about one bad call in its middle; a sentence about that call
-says what was wrong, and where. The hint is never sampled from nor trained on: only the policy without it
-learns (context distillation, Snell et al. 2022, at one turn). The hint's tokens are made by the one renderer;
-the message keeps the tokens that were sampled.
+A scalar reward at a session's end carries little information about one bad call in its middle; a sentence
+about that call names the mistake. The hint is never sampled from nor trained on: only the policy without it
+is trained (context distillation, Snell et al. 2022, at one turn). The renderer of the sessions encodes the
+hint; the message keeps the tokens that were sampled.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _MAX_QUOTED = 200
 
 @dataclass(frozen=True, slots=True)
 class Hint:
-    """Words about one turn of a trajectory."""
+    """A text about the mistake in one turn of a trajectory."""
 
     turn: int
     """Index into Trajectory.turns."""
@@ -49,17 +49,17 @@ class Hint:
 
 
 class HintSource(Protocol):
-    """Finds the turns that were faulty, and what to say of them."""
+    """Finds faulty turns and writes a hint for each."""
 
     def hints(self, trajectory: Trajectory) -> list[Hint]:
-        """In the order of turns; none for a trajectory without fault."""
+        """The hints in the order of turns; none for a trajectory without faults."""
         ...
 
 
 class ToolErrorHints:
-    """Hints from what the tools themselves answered: malformed calls and errors of the agent's making.
+    """Hints from the tools' own error messages: malformed calls, and errors that the agent caused.
 
-    Errors of the infrastructure and of the user say nothing of the agent, and give no hint.
+    Errors of the infrastructure and of the user give no hint.
     """
 
     KINDS = frozenset(
@@ -99,35 +99,35 @@ def _quoted(text: str) -> str:
 
 
 class Unhinted(StrEnum):
-    """Why a hint was not taught. Metrics count them as `unhinted_<reason>`."""
+    """Why a hint was not used. Metrics count them as `unhinted_<reason>`."""
 
     UNSAMPLED = "unsampled"
     """No token of the turn was sampled."""
     FRAME = "frame"
     """The turn does not begin where the renderer opens an agent's message."""
     TOO_LONG = "too_long"
-    """With the hint the turn does not fit the model's window."""
+    """With the hint, the turn does not fit into the model's window."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FeedbackExample:
-    """One faulty turn, with and without its hint. The last tokens of both are the turn's."""
+    """One faulty turn, with and without its hint. Both sequences end with the turn's tokens."""
 
     student: NDArray[np.int32]
     """[S] the segment up to the turn's end."""
     teacher: NDArray[np.int32]
-    """[S + hint]"""
+    """[S + hint] the same with the hint before the turn."""
     taught: NDArray[np.bool_]
     """[turn] True for sampled tokens: where the divergence applies."""
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that are taught."""
+        """Number of tokens in the divergence."""
         return int(self.taught.sum())
 
 
 class Feedback:
-    """Finds the faulty turns of a step's trajectories and tells the teacher what was wrong."""
+    """Makes FeedbackExamples of the faulty turns in a step's trajectories."""
 
     def __init__(self, source: HintSource, renderer: Renderer, config: FeedbackConfig) -> None:
         self._source, self._renderer, self._config = source, renderer, config
@@ -136,22 +136,23 @@ class Feedback:
 
     @property
     def weight(self) -> float:
-        """What the mean divergence per token is multiplied by."""
+        """Factor on the mean divergence per token."""
         return self._config.weight
 
     def examples(
         self, groups: Sequence[Group], max_positions: int
     ) -> tuple[list[list[FeedbackExample]], Counter[Unhinted]]:
-        """Per group the faulty turns of its graded members; and what could not be taught, by reason."""
+        """Per group, examples from its graded members; and the number of hints not used, by reason."""
         counts: Counter[Unhinted] = Counter()
         found: list[list[FeedbackExample]] = []
         for group in groups:
-            made = [one for member, _ in graded_members(group) for one in self._of(member, max_positions)]
-            counts.update(one for one in made if isinstance(one, Unhinted))
-            found.append([one for one in made if isinstance(one, FeedbackExample)])
+            members = [member for member, _ in graded_members(group)]
+            made = [item for member in members for item in self._examples(member, max_positions)]
+            counts.update(item for item in made if isinstance(item, Unhinted))
+            found.append([item for item in made if isinstance(item, FeedbackExample)])
         return found, counts
 
-    def _of(self, trajectory: Trajectory, max_positions: int) -> list[FeedbackExample | Unhinted]:
+    def _examples(self, trajectory: Trajectory, max_positions: int) -> list[FeedbackExample | Unhinted]:
         segments = {segment.id: segment for segment in trajectory.segments}
         hints = self._source.hints(trajectory)[: self._config.max_hints_per_trajectory]
         turns = [(trajectory.turns[hint.turn], hint.text) for hint in hints]
@@ -174,15 +175,15 @@ class Feedback:
         return FeedbackExample(segment.tokens[: turn.end], teacher.astype(np.int32), taught)
 
 
-class Lessons:
-    """What the feedback of one step teaches, dealt over its updates."""
+class StepFeedback:
+    """The feedback examples of one step, distributed over its updates, and their loss."""
 
     def __init__(
         self, feedback: Feedback | None, groups: Sequence[Group], max_positions: int, num_updates: int
     ) -> None:
-        """No feedback, or a step without updates, teaches nothing."""
+        """Without `feedback`, or in a step without updates, there are no examples."""
         self.examples: list[list[FeedbackExample]] = [[] for _ in range(num_updates)]
-        """Per update."""
+        """By update."""
         self._weight = 0.0 if feedback is None else feedback.weight
         self._unhinted: Counter[Unhinted] = Counter()
         self._total = torch.zeros(())
@@ -191,24 +192,25 @@ class Lessons:
             for number, examples in enumerate(by_group):
                 self.examples[number % num_updates] += examples
 
-    def teach(
+    def add_gradients(
         self, update: int, model: LanguageModel, ranks: Ranks, micro_batch_tokens: int, temperature: float
     ) -> None:
         """Adds the gradient of weight * the mean divergence per token of an update's examples."""
         examples = self.examples[update]
         if not examples:
             return
-        num_tokens = sum(one.num_tokens for one in examples)
-        plan = pack_sequences([len(one.teacher) for one in examples], micro_batch_tokens, ranks.world_size)
+        num_tokens = sum(example.num_tokens for example in examples)
+        lengths = [len(example.teacher) for example in examples]
+        plan = pack_sequences(lengths, micro_batch_tokens, ranks.world_size)
         for share in ranks.share(plan):
             divergence = feedback_divergence(model, [examples[i] for i in share.indices], temperature)
             (share.weight * self._weight / num_tokens * divergence).backward()
             self._total += share.weight * divergence.detach().cpu()
 
     def summary(self, all_reduce_: Callable[[Tensor], Tensor]) -> dict[str, float]:
-        """Metrics of the step; none where nothing was to be taught."""
+        """Metrics of the step; empty if there were no hints."""
         result = {f"unhinted_{reason}": float(count) for reason, count in sorted(self._unhinted.items())}
-        num_tokens = sum(one.num_tokens for examples in self.examples for one in examples)
+        num_tokens = sum(example.num_tokens for examples in self.examples for example in examples)
         if num_tokens:
             total = float(all_reduce_(self._total))
             result |= {"feedback_tokens": float(num_tokens), "feedback_kl": total / num_tokens}
@@ -216,7 +218,7 @@ class Lessons:
 
 
 def open_feedback(config: FeedbackConfig, renderer: Renderer) -> Feedback | None:
-    """The feedback that a configuration names; None where it is off."""
+    """The feedback that a configuration asks for; None if it is off."""
     return Feedback(ToolErrorHints(), renderer, config) if config.weight > 0 else None
 
 
@@ -225,12 +227,12 @@ def feedback_divergence(
 ) -> Tensor:
     """KL(teacher || student) in nats, summed over the taught tokens of the examples; differentiable.
 
-    Over the whole vocabulary, not the sampled tokens alone. Both sides are the present weights at the
-    sampling temperature, and both route natively, so that the hint is all that differs.
+    Over the whole vocabulary, not the sampled tokens alone. Both sides are the current weights at the
+    sampling temperature, and both route natively, so that they differ only in the hint.
     """
-    student = _states(model, [one.student for one in examples], examples)
+    student = _states(model, [example.student for example in examples], examples)
     with torch.no_grad():
-        teacher = _states(model, [one.teacher for one in examples], examples)
+        teacher = _states(model, [example.teacher for example in examples], examples)
     total = student.new_zeros(())
     for rows, target in zip(student.split(_CHUNK_ROWS), teacher.split(_CHUNK_ROWS), strict=True):
         total = total + checkpoint(_divergence, model, rows, target, temperature, use_reentrant=False)
@@ -238,7 +240,7 @@ def feedback_divergence(
 
 
 def _divergence(model: LanguageModel, rows: Tensor, target: Tensor, temperature: float) -> Tensor:
-    """KL between the distributions after final states [n, width]; computed again for its gradient."""
+    """KL between the distributions after final states [n, width]; recomputed in the backward pass."""
     learned = model.ops.log_softmax(model.logits(rows) / temperature)
     with torch.no_grad():
         advised = model.ops.log_softmax(model.logits(target) / temperature)
@@ -252,8 +254,8 @@ def _states(
     batch = PackedSequences.pack(sequences, device_of(model))
     starts = dict(zip(batch.order, batch.starts, strict=True))
     rows = [
-        starts[i] + len(sequences[i]) - len(one.taught) + one.taught.nonzero()[0] - 1
-        for i, one in enumerate(examples)
+        starts[i] + len(sequences[i]) - len(example.taught) + example.taught.nonzero()[0] - 1
+        for i, example in enumerate(examples)
     ]
     wanted = torch.from_numpy(np.concatenate(rows)).to(batch.tokens.device)
     attention = model.ops.packed_attention(batch.attention)

@@ -1,9 +1,9 @@
-"""From graded groups to sequences to train on: what cannot be trained on is refused, or skipped and counted.
+"""Converts graded groups to training sequences: data that cannot be trained on is refused, or skipped.
 
-Refused, with ConfigError and before anything has changed, is what would be wrong in every step: another
-vocabulary, another sampling distribution, routes that are missing or belong to another model. Skipped and
-counted is what can happen to one trajectory. What was skipped for its tokens keeps its reward in the group's
-baseline: it is a real outcome. What was skipped for its reward is left out of everything.
+Faults that would recur in every step are refused with ConfigError, before anything has changed: another
+vocabulary, another sampling distribution, routes that are missing or belong to another model. Trajectories
+with faults of their own are skipped and counted. One skipped for its tokens keeps its reward in the group's
+baseline, since it is a real outcome; one skipped for its reward is left out of the baseline too.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from etude.training.batches import UNKNOWN_LAG, TrainingGroup, TrainingSequence
 RouteFetcher = Callable[[BlobRef], NDArray[np.generic]]
 
 _LOGPROB_ROUNDING = 1e-3
-"""Log-probabilities may be above 0 by so much: engines round."""
+"""By how much log-probabilities may exceed 0: engines round."""
 
 
 class Skipped(StrEnum):
-    """Why something was not trained on. Metrics count them as `skipped_<reason>`."""
+    """Why a trajectory, group or segment was not trained on. Metrics count them as `skipped_<reason>`."""
 
     INFRASTRUCTURE = "infrastructure"
-    """A trajectory that we failed."""
+    """A trajectory that ended with an infrastructure failure."""
     UNGRADED = "ungraded"
     """A trajectory without a reward."""
     REWARD = "reward"
@@ -51,7 +51,7 @@ class Skipped(StrEnum):
     EMPTY_GROUP = "empty_group"
     """A group without any graded member."""
     NO_VARIANCE = "no_variance"
-    """A group that teaches nothing: see `etude.algorithms.signal`."""
+    """A group without a learning signal: see `etude.algorithms.signal`."""
     TOO_LONG = "too_long"
     """A segment longer than the model's window."""
     LOGPROBS = "logprobs"
@@ -60,30 +60,30 @@ class Skipped(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
-    """What a model can be trained on."""
+    """The limits that a model sets on its training sequences."""
 
     vocab_size: int
     max_positions: int
     routes: tuple[int, int] | None = None
-    """(layers that route, experts per token); None where nothing is replayed."""
+    """(layers that route, experts per token); None if no routes are replayed."""
     num_experts: int = 0
 
     @staticmethod
     def of(model: AnyModel) -> ModelLimits:
-        """Those of a model."""
+        """The limits of `model`."""
         routes = model.routes_shape if model.num_experts else None
         return ModelLimits(model.vocab_size, model.max_positions, routes, model.num_experts)
 
 
 @dataclass(frozen=True, slots=True)
 class Intake:
-    """What one step trains on, and what it does not."""
+    """The training groups of one step, and counts of what was skipped."""
 
     groups: tuple[TrainingGroup, ...]
     skipped: Counter[Skipped]
 
 
-def take_groups(
+def prepare_groups(
     groups: Sequence[Group],
     config: RlConfig,
     limits: ModelLimits,
@@ -91,11 +91,11 @@ def take_groups(
     fetch_routes: RouteFetcher,
     published: Mapping[int, str] | None = None,
 ) -> Intake:
-    """Checks and converts the groups of one step, which the trainer takes from `version`. `published`:
-    digests of the versions of this lineage that led to it, by step. A version of such a step with another
-    digest was lost when the run was killed: its lag is unknown.
+    """Checks and converts the groups of one step of a trainer at `version`. `published`: digests by step of
+    the earlier versions of this lineage. A version of such a step with another digest was lost when the run
+    was killed: its lag is unknown.
 
-    Raises ConfigError for what cannot be trained on at all, RouteReplayError for a segment that comes twice.
+    Raises ConfigError for groups that cannot be trained on, RouteReplayError for a segment that occurs twice.
     """
     reader = _Reader(config, limits, version, fetch_routes, published or {})
     taken = tuple(group for group in map(reader.read, groups) if group is not None)
@@ -103,7 +103,7 @@ def take_groups(
 
 
 class _Reader:
-    """Reads the groups of one step."""
+    """Converts the groups of one step."""
 
     def __init__(
         self,
@@ -120,9 +120,9 @@ class _Reader:
         self._seen: set[str] = set()
 
     def read(self, group: Group) -> TrainingGroup | None:
-        """The group's graded members; None where there are none.
+        """The group's graded members; None if there are none.
 
-        Of a group that failed as a whole only the malformed calls are trained on, and only their members.
+        Of a group that failed as a whole, only malformed calls are trained on, in the members with any.
         """
         self.skipped.update(reason for member in group.members if (reason := _ungraded(member)))
         signal = weigh_group(group, self._config)
@@ -133,7 +133,7 @@ class _Reader:
             self.skipped[Skipped.NO_VARIANCE] += 1
         chains = tuple(self._chain(signal, number) for number in range(len(signal.members)))
         if signal.kind is Signal.FORM:
-            chains = tuple(chain for chain in chains if any(one.num_trained for one in chain))
+            chains = tuple(chain for chain in chains if any(sequence.num_trained for sequence in chain))
         return TrainingGroup(chains)
 
     def _chain(self, signal: GroupSignal, number: int) -> tuple[TrainingSequence, ...]:
@@ -192,7 +192,7 @@ class _Reader:
                 "routes must be uint8 or uint16", field="routes", received=f"{segment.id}: {routes.dtype}"
             )
         expected = (len(segment.tokens), *(self._limits.routes or ()))
-        following = routes + routes.dtype.type(1)  # the mark of the unknown becomes 0: one pass checks all
+        following = routes + routes.dtype.type(1)  # the unknown-route marker becomes 0: one pass checks all
         if routes.shape != expected or following.max(initial=0) > self._limits.num_experts:
             raise ConfigError(
                 "routes of another model",
@@ -204,7 +204,7 @@ class _Reader:
 
 
 def _ungraded(member: Trajectory) -> Skipped | None:
-    """Why a trajectory counts for nothing."""
+    """Why a trajectory is not graded; None if it is."""
     if member.status is Status.INFRASTRUCTURE:
         return Skipped.INFRASTRUCTURE
     if member.reward is None:
@@ -215,9 +215,9 @@ def _ungraded(member: Trajectory) -> Skipped | None:
 def _trained(segments: Sequence[Segment], summaries: bool) -> list[NDArray[np.bool_]]:
     """Which tokens of each segment are trained on: those sampled, with or without summaries.
 
-    A segment's summary is the message at which another one left it.
+    A segment's summary is its last message, if another segment continues from there.
     """
-    ends = {one.parent for one in segments if one.relation is Relation.SUMMARY}
+    ends = {segment.parent for segment in segments if segment.relation is Relation.SUMMARY}
     masks: list[NDArray[np.bool_]] = []
     for segment in segments:
         mask = segment.sampled
@@ -230,7 +230,7 @@ def _trained(segments: Sequence[Segment], summaries: bool) -> list[NDArray[np.bo
 
 def _lags(segment: Segment, version: PolicyVersion, published: Mapping[int, str]) -> NDArray[np.int32]:
     """[T] steps from a token's version to `version`; UNKNOWN_LAG for another lineage, a later version, or one
-    with another digest than that which was `published` at its step. A digest that is not known equals any."""
+    whose digest differs from the one `published` at its step. An unknown digest equals any."""
     lags = np.zeros(len(segment.tokens), dtype=np.int32)
     for span in segment.version_spans:
         lag = version.step - span.version.step

@@ -1,4 +1,4 @@
-"""The loss of one micro-batch: what the configuration names, put together from `etude.algorithms`."""
+"""The configured loss of one micro-batch, composed of the terms in `etude.algorithms`."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ from etude.training.batches import TrainingSequence
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """What is known of the N trained tokens of a micro-batch. All tensors are [N]."""
+    """Inputs of the loss for the N trained tokens of a micro-batch. All tensors are [N]."""
 
     rollout: Tensor
     """Log-probabilities as sampled."""
     proximal: Tensor | None
-    """Those of the trainer at the step's start; None where they are the present ones."""
+    """The trainer's at the step's start; None if they equal the current ones."""
     advantages: Tensor
     weights: Tensor
     """Each token's share under the normaliser."""
     sequence: Tensor
     """int64: which sequence of the micro-batch, from 0 in packed order."""
     places: Tensor
-    """int64: number of the token among all of the step's."""
+    """int64: index of the token among all trained tokens of the step."""
 
     @staticmethod
     def of(sequences: Sequence[TrainingSequence], batch: PackedSequences) -> tuple[Rows, Tensor]:
-        """The rows of packed sequences, and the targets [N]: where they lie in the batch."""
+        """The rows of packed sequences, and the targets [N]: their indices in the batch."""
         targets = batch.pack_rows([s.sampled for s in sequences]).nonzero().flatten()
         device = targets.device
         ordered = [sequences[i] for i in batch.order]
@@ -64,23 +64,23 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class PolicyLoss:
-    """What one micro-batch adds to the update."""
+    """The loss of one micro-batch."""
 
     total: Tensor
     """Scalar, differentiable: summed over micro-batches it is the update's loss."""
     terms: LossTerms
     masked: Tensor
-    """[N] bool: tokens that a correction took out."""
+    """[N] bool: tokens that a correction masked."""
 
 
 def policy_loss(
     config: RlConfig, logprobs: Tensor, rows: Rows, reference_logprobs: Tensor | None = None
 ) -> PolicyLoss:
-    """The loss of N tokens with present log-probabilities [N].
+    """The loss of N tokens with current log-probabilities [N].
 
         sum over tokens of  weight * (correction * surrogate(ratio, advantage) + kl_weight * penalty)
 
-    `reference_logprobs` [N] of the policy that RL began with, where the divergence from it is paid for.
+    `reference_logprobs` [N]: of the policy at the start of RL, if the divergence from it is penalised.
     """
     loss = config.loss
     terms = _terms(config, logprobs, rows)
@@ -93,8 +93,8 @@ def policy_loss(
 
 
 def _penalty(loss: LossConfig, logprobs: Tensor, rows: Rows, reference_logprobs: Tensor) -> Tensor:
-    """[N] what diverging from the reference costs. The tokens were drawn from the policy that sampled, while
-    the divergence is an expectation over the present one: hence the importance weight."""
+    """[N] penalty on the divergence from the reference. The tokens were drawn from the sampling policy, while
+    the divergence is an expectation over the current one: hence the importance weight."""
     weights = truncated_weights(logprobs, rows.rollout, loss.correction.tis_cap or float("inf"))
     if loss.kl == "k1":
         return weights * k1(logprobs, reference_logprobs).detach() * logprobs
@@ -120,12 +120,12 @@ def _terms(config: RlConfig, logprobs: Tensor, rows: Rows) -> LossTerms:
 
 
 def _proximal(logprobs: Tensor, rows: Rows) -> Tensor:
-    """The trainer's policy at the step's start: in the first update it is the present one."""
+    """Log-probabilities under the policy at the step's start; in the first update, the current one."""
     return logprobs.detach() if rows.proximal is None else rows.proximal
 
 
 def _correction(config: CorrectionConfig, proximal: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
-    """What the corrections multiply each token's loss by, [N], and which tokens they keep, [N] bool."""
+    """Weights of the tokens' losses [N], and which tokens are kept [N] bool, under the corrections."""
     weights = torch.ones_like(proximal)
     kept = torch.ones_like(proximal, dtype=torch.bool)
     if config.tis_cap:

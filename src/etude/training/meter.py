@@ -1,4 +1,4 @@
-"""What an RL step reports of its trained tokens, as a whole and by version lag."""
+"""Metrics of an RL step over its trained tokens, in total and by version lag."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ _COLUMNS = ("logprobs", "rollout", "entropy", "clipped", "masked", "seen")
 
 
 class StepMeter:
-    """One row per trained token of the step, filled by whichever rank trains on it.
+    """A table with one column per trained token of the step, filled by the rank that trains on the token.
 
-    A token's place in the step is known to all ranks, so that adding up their tables gives the whole one:
-    the figures are those of one process, whatever the number of ranks and the size of micro-batches.
+    All ranks know a token's index in the step, so that the sum of their tables is the complete one: the
+    metrics are those of one process, whatever the number of ranks and the size of micro-batches.
     """
 
     def __init__(self, updates: Sequence[Update]) -> None:
         lags = [_lags(update) for update in updates]
         self._lags = torch.from_numpy(np.concatenate([np.zeros(0, dtype=np.int32), *lags]))
         self._num_first = len(lags[0]) if lags else 0
-        """Trained tokens of the first update, which the weights that sampled may still score."""
+        """Trained tokens of the first update, the only one that the sampling weights may still score."""
         self._table = torch.zeros(len(_COLUMNS), len(self._lags))
         self._norms: list[float] = []
         self._num_tokens = 0
 
     def add(self, rows: Rows, logprobs: Tensor, entropy: Tensor, loss: PolicyLoss) -> None:
-        """Takes the tokens of one micro-batch; threads may each bring their own."""
+        """Records the tokens of one micro-batch; several threads may each add their own."""
         values = (
             logprobs.detach(),
             rows.rollout,
@@ -49,12 +49,12 @@ class StepMeter:
         self._table[:, rows.places.cpu()] = torch.stack([value.float() for value in values]).cpu()
 
     def add_update(self, norm: float, num_tokens: int) -> None:
-        """Takes an update's gradient norm, and the tokens of all its sequences, prompts included."""
+        """Records an update's gradient norm and its number of tokens, prompts included."""
         self._norms.append(norm)
         self._num_tokens += num_tokens
 
     def summary(self, all_reduce_: Callable[[Tensor], Tensor]) -> dict[str, float]:
-        """Metrics of the step; only `train_tokens` where nothing was trained on."""
+        """Metrics of the step; only `train_tokens` if no token was trained on."""
         table = all_reduce_(self._table)
         columns: dict[str, Tensor] = dict(zip(_COLUMNS, table, strict=True))
         seen = columns.pop("seen") > 0
@@ -69,7 +69,7 @@ class StepMeter:
         return result
 
     def _by_lag(self, columns: dict[str, Tensor], seen: Tensor) -> dict[str, float]:
-        """The same figures per lag, where any token is not of the present version."""
+        """The same metrics per lag, if any token is not of the current version."""
         lags = self._lags.clamp(max=MAX_LAG)
         known = lags[seen & (lags != UNKNOWN_LAG)]
         result = {
@@ -87,7 +87,7 @@ class StepMeter:
 
 
 def _figures(columns: dict[str, Tensor], rows: Tensor) -> dict[str, float]:
-    """Of the tokens `rows` [N] bool, at least one: ratios and divergences against the sampled policy."""
+    """Ratios and divergences against the sampling policy, of the tokens `rows` [N] bool, at least one."""
     logprobs, rollout = columns["logprobs"][rows], columns["rollout"][rows]
     ratios = importance_ratio(logprobs, rollout)
     return {
@@ -105,7 +105,7 @@ def _figures(columns: dict[str, Tensor], rows: Tensor) -> dict[str, float]:
 
 
 def _parity(columns: dict[str, Tensor], rows: Tensor) -> dict[str, float]:
-    """Differences that are the engine's and not drift: of tokens that the very same weights sampled."""
+    """Differences between trainer and engine under equal weights: over tokens that these weights sampled."""
     if not bool(rows.any()):
         return {"parity_tokens": 0.0, "parity_k3": 0.0, "parity_max": 0.0}
     logprobs, rollout = columns["logprobs"][rows], columns["rollout"][rows]
@@ -122,6 +122,6 @@ def quantile(values: Tensor, share: float) -> float:
 
 
 def _lags(update: Update) -> np.ndarray:
-    """[trained tokens] version lags, in the order of their places."""
+    """[trained tokens] version lags, in the order of their indices."""
     parts = [np.zeros(s.num_trained, dtype=np.int32) if s.lags is None else s.lags[s.sampled] for s in update]
     return np.concatenate([np.zeros(0, dtype=np.int32), *parts])

@@ -1,9 +1,9 @@
-"""Which sequences are computed together: ragged segments into micro-batches, balanced over ranks.
+"""Packs sequences of different lengths into micro-batches, balanced over ranks.
 
-Sequences are laid end to end without padding, each seeing only itself, so a micro-batch costs what its tokens
-cost. Two things can still be lost. Memory bounds the tokens of a micro-batch, so one that is badly filled is
-one too many. And ranks that exchange parameters or gradients wait for each other at every micro-batch, so the
-slowest of each round decides.
+Sequences are laid end to end without padding, each attending only to itself, so a micro-batch costs what its
+tokens cost. Two inefficiencies remain. Memory bounds the tokens of a micro-batch, so poorly filled ones mean
+more micro-batches. And ranks that exchange parameters or gradients wait for each other at every micro-batch,
+so the slowest rank determines the duration of each round.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from collections.abc import Sequence
 from etude.errors import ConfigError
 
 CROSSOVER_TOKENS = 8192
-"""Length at which attention costs as much as all the rest, where the caller does not know better."""
+"""Default of the sequence length at which attention costs as much as all other operations."""
 
 Packing = list[list[list[int]]]
-"""Per rank, per micro-batch: indices of sequences, longest first. Each rank has as many micro-batches."""
+"""Indices of sequences, longest first, by rank and micro-batch. All ranks have equally many micro-batches."""
 
 
 def pack_sequences(
@@ -30,15 +30,15 @@ def pack_sequences(
     shared_tokens: int = 0,
     crossover_tokens: float = CROSSOVER_TOKENS,
 ) -> Packing:
-    """Deals sequences of these many tokens into micro-batches of at most `max_tokens` (or one sequence), for
-    each rank at least `least_batches`. `shared_tokens`, with which all begin and fewer than each has, are
-    computed once in each micro-batch, but attention's queries, keys and values of them are kept for each
-    sequence: three quarters of them are counted once, the rest in each sequence.
+    """Distributes sequences of these lengths over micro-batches of at most `max_tokens` (or one sequence), at
+    least `least_batches` per rank. `shared_tokens`: length of a common prefix, shorter than each sequence. It
+    is computed once in each micro-batch, but attention's queries, keys and values of it are kept for each
+    sequence: three quarters of it are counted once, the rest in each sequence.
 
-    Costs (`sequence_cost`) are levelled, and those of one round, of which each rank has one, are alike. One
-    rank has as few micro-batches as best-fit packing needs; each of several may have a round more, where long
-    sequences are better met by others than by short ones. The last micro-batches are empty where there are
-    too few sequences. A fixed function of the arguments.
+    Costs (`sequence_cost`) are balanced: within a round, which has one micro-batch of each rank, they are
+    similar. One rank has as few micro-batches as best-fit packing needs; several may have one round more,
+    if that pairs long sequences with other long ones. The last micro-batches are empty if there are too few
+    sequences. A deterministic function of the arguments.
 
     Raises ConfigError for lengths, bounds and ranks below 1.
     """
@@ -63,12 +63,12 @@ def pack_sequences(
 
 
 def sequence_cost(length: int, crossover_tokens: float = CROSSOVER_TOKENS) -> float:
-    """What a sequence costs, in tokens without attention: its own number, and attention's square."""
+    """Cost of a sequence in units of one token without attention: linear, plus quadratic for attention."""
     return length * (1.0 + length / crossover_tokens)
 
 
 def _best_fit(order: Sequence[int], lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Best-fit decreasing: each sequence goes where the least room is left over (Johnson 1974)."""
+    """Best-fit decreasing: each sequence goes into the bin where the least room remains (Johnson 1974)."""
     bins: list[list[int]] = []
     rooms: list[tuple[int, int]] = []
     for index in order:
@@ -86,8 +86,8 @@ def _best_fit(order: Sequence[int], lengths: Sequence[int], max_tokens: int) -> 
 def _level(
     order: Sequence[int], lengths: Sequence[int], costs: Sequence[float], max_tokens: int, num_bins: int
 ) -> list[list[int]] | None:
-    """Each sequence, longest first, to the bin of least cost that has room (Graham 1969); None where one
-    finds no room in any of them."""
+    """Puts each sequence, longest first, into the cheapest bin that has room (Graham 1969); None if one fits
+    into none of them."""
     bins: list[list[int]] = [[] for _ in range(num_bins)]
     rooms = [max_tokens] * num_bins
     by_cost = [(0.0, place) for place in range(num_bins)]
@@ -114,10 +114,10 @@ def _rounds(
     num_ranks: int,
     least_batches: int,
 ) -> list[list[list[int]]]:
-    """Per round, a micro-batch for each rank.
+    """The micro-batches of all ranks, by round.
 
-    While the longest sequence costs more than a micro-batch would on average, it sets the measure of a
-    round: the other ranks get as much, as far as memory goes. What is left is levelled.
+    While the longest sequence costs more than an average micro-batch, it determines the cost of a round: the
+    other ranks are filled up to it, as far as memory permits. The remaining sequences are balanced.
     """
     rounds: list[list[list[int]]] = []
     while order:
@@ -138,21 +138,21 @@ def _rounds(
 
 
 def _by_cost(bins: list[list[int]], costs: Sequence[float], num_ranks: int) -> list[list[list[int]]]:
-    """Micro-batches in order of falling cost, cut into rounds; empty ones fill up the last."""
+    """Micro-batches in order of falling cost, divided into rounds; empty ones fill the last."""
     bins = sorted(bins, key=lambda batch: -sum(costs[i] for i in batch))
     bins += [[] for _ in range(-len(bins) % num_ranks)]
     return [bins[first : first + num_ranks] for first in range(0, len(bins), num_ranks)]
 
 
 def _duration(rounds: list[list[list[int]]], costs: Sequence[float]) -> float:
-    """What the slowest of each round cost together."""
+    """Sum over rounds of the cost of the most expensive micro-batch."""
     return sum(max(sum(costs[i] for i in batch) for batch in batches) for batches in rounds)
 
 
 def _fill(
     order: Sequence[int], lengths: Sequence[int], costs: Sequence[float], max_tokens: int, num_ranks: int
 ) -> tuple[list[list[int]], list[int]]:
-    """One round, no rank's micro-batch dearer than the longest sequence, and what is left over."""
+    """One round in which no micro-batch costs more than the longest sequence, and the remaining indices."""
     batches: list[list[int]] = [[] for _ in range(num_ranks)]
     rooms, spent = [max_tokens] * num_ranks, [0.0] * num_ranks
     left: list[int] = []

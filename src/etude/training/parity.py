@@ -1,4 +1,4 @@
-"""How far two sides are apart that scored the same tokens under the same weights: pure figures, no I/O.
+"""Differences between trainer and engine log-probabilities of the same tokens under the same weights; no I/O.
 
 With d the trainer's log-probability of a token minus the engine's, k3 = mean(exp(d) - 1 - d): never negative,
 0 where both agree, and where the engine sampled the tokens an unbiased estimate of KL(engine | trainer) with
@@ -18,10 +18,10 @@ Logprobs = Sequence[NDArray[np.float32]]
 
 @dataclass(frozen=True, slots=True)
 class ParityFigures:
-    """What a comparison found, over all tokens but the first of each sequence."""
+    """Results of a comparison, over all tokens but the first of each sequence."""
 
     k3: float
-    """Mean of exp(d) - 1 - d; not a number where a log-probability is none."""
+    """Mean of exp(d) - 1 - d; NaN if a log-probability is NaN."""
     p99: float
     """99 % of the tokens have |d| up to this."""
     max: float
@@ -37,7 +37,7 @@ class ParityFigures:
         return self.differing == 0.0
 
     def passes(self, limit: float) -> bool:
-        """Whether k3 is at most `limit`. What is not finite never passes."""
+        """Whether k3 is at most `limit`. A comparison with values that are not finite never passes."""
         return bool(np.isfinite(self.max)) and self.k3 <= limit
 
     def to_json(self) -> dict[str, float]:
@@ -46,9 +46,9 @@ class ParityFigures:
 
 
 def compare_logprobs(trainer: Logprobs, engine: Logprobs) -> ParityFigures:
-    """Figures of log-probabilities [T_i] of the same sequences from both sides; entry 0 of each is nobody's.
+    """Compares log-probabilities [T_i] of the same sequences from both sides; entry 0 of each is ignored.
 
-    Computed in float64. Sequences of one token count as such and add nothing.
+    Computed in float64. Sequences of one token are counted but contribute nothing.
     """
     pairs = list(zip(trainer, engine, strict=True))
     assert all(len(ours) == len(theirs) for ours, theirs in pairs), "both sides score the same tokens"
@@ -73,8 +73,8 @@ def compare_logprobs(trainer: Logprobs, engine: Logprobs) -> ParityFigures:
 def choose_sequences(
     candidates: Sequence[NDArray[np.int32]], num_sequences: int, max_tokens: int
 ) -> list[NDArray[np.int32]]:
-    """Up to `num_sequences` of `candidates`, spread evenly over them and in their order, of `max_tokens` in
-    all: each has an equal share, and what short ones leave goes to long ones, whose ends are cut."""
+    """Up to `num_sequences` of `candidates`, evenly spaced and in their order, with `max_tokens` in total:
+    each gets an equal share, and what short ones do not use goes to long ones, which are truncated."""
     usable = [tokens for tokens in candidates if len(tokens) > 1]
     count = min(num_sequences, len(usable), max_tokens // 2)
     chosen = [usable[place * len(usable) // count] for place in range(count)]

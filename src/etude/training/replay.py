@@ -1,8 +1,8 @@
 """Router replay over one RL step: which routes a forward pass replays, and that each record is used once.
 
-r3    the engine's record of each segment        replayed in the segment's update
-r2    the trainer's own forward pass over it at the step's start, likewise
-      (in the first update the router's own choice is that, and nothing need be recorded)
+r3    replays the routes that the engine recorded for each segment, in the segment's update
+r2    replays the routes of the trainer's own forward pass at the step's start
+      (in the first update these are the router's own choice, so nothing is recorded)
 off   the router chooses
 """
 
@@ -22,19 +22,19 @@ from etude.training.batches import TrainingSequence
 
 
 class RouteLedger:
-    """Keeps book of one step: every segment that is trained on is consumed by exactly one micro-batch."""
+    """Verifies that every segment of one step is consumed by exactly one micro-batch."""
 
     def __init__(self, segment_ids: Iterable[str]) -> None:
         self._waiting = set(segment_ids)
 
     def consume(self, segment_id: str) -> None:
-        """Marks a segment as trained on. Raises RouteReplayError if it is not waiting to be."""
+        """Marks a segment as trained on. Raises RouteReplayError if it is unknown or was consumed before."""
         if segment_id not in self._waiting:
             raise RouteReplayError("was consumed already in this step", field="segment", received=segment_id)
         self._waiting.remove(segment_id)
 
     def close(self) -> None:
-        """Raises RouteReplayError if anything was left over."""
+        """Raises RouteReplayError if any segment was not consumed."""
         if self._waiting:
             raise RouteReplayError(
                 f"{len(self._waiting)} segments of the step were never trained on",
@@ -46,7 +46,7 @@ class RouteLedger:
 def replayed_routes(
     sequences: Sequence[TrainingSequence], batch: PackedSequences, targets: Tensor, min_share: float
 ) -> ReplayedRoutes | None:
-    """What the sequences' routes say, for one forward pass; None where they have none."""
+    """The sequences' routes as ReplayedRoutes for one forward pass; None if any has none."""
     routes = [sequence.routes for sequence in sequences if sequence.routes is not None]
     if len(routes) != len(sequences):
         return None
@@ -57,10 +57,8 @@ def replayed_routes(
 def with_old_policy(
     model: LanguageModel, sequences: Sequence[TrainingSequence], config: RlConfig
 ) -> list[TrainingSequence]:
-    """The sequences, which fit one micro-batch, with what the present weights make of them.
-
-    That is their log-probabilities, and for `r2` their routes; in the order given.
-    """
+    """The sequences, of one micro-batch and in the order given, with their log-probabilities under the
+    current weights as `proximal`, and for `r2` with the current routes."""
     batch = PackedSequences.pack([sequence.tokens for sequence in sequences], device_of(model))
     targets = batch.pack_rows([s.sampled for s in sequences]).nonzero().flatten()
     recorder = None

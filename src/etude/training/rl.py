@@ -1,6 +1,6 @@
 """The RL step: policy gradients on graded groups, exact about what was sampled.
 
-groups -> take_groups (checked, nothing changed yet) -> split_updates
+groups -> prepare_groups (checked, nothing changed yet) -> split_updates
           for the 2nd update on, where the loss or R2 asks for it: old policy's logprobs and routes
           per update: micro-batches -> forward (routes replayed) -> policy_loss -> backward; optimiser
 """
@@ -33,15 +33,15 @@ from etude.training.checkpoints import (
     save_checkpoint,
     without_model,
 )
-from etude.training.feedback import Feedback, Lessons
-from etude.training.intake import ModelLimits, RouteFetcher, take_groups
+from etude.training.feedback import Feedback, StepFeedback
+from etude.training.intake import ModelLimits, RouteFetcher, prepare_groups
 from etude.training.loss import Rows, policy_loss
 from etude.training.meter import StepMeter
 from etude.training.optimizer import OffendingBatches, Optimizer
 from etude.training.packing import pack_sequences
 from etude.training.parallel.ranks import Ranks, Share, SingleRank
 from etude.training.replay import RouteLedger, replayed_routes, with_old_policy
-from etude.training.threads import add_gradients, count_batches, is_cut, map_in_order, share_threads
+from etude.training.threads import add_gradients, count_batches, map_in_order, share_threads, splits_batches
 from etude.weights import StoreWeights, WeightPublisher
 
 
@@ -80,7 +80,7 @@ class RlTrainer:
         self.adapters = Adapters(model, config.adapter) if config.adapter.rank else None
         """What is trained, where that is not the model itself."""
         self._learning = self.adapters or model
-        self._is_cut = is_cut(model, self._ranks)
+        self._splits_batches = splits_batches(model, self._ranks)
         self._optimizer = Optimizer(self._learning, config.optimizer, num_updates, self._ranks, offending)
         self._version = PolicyVersion(lineage, 0, adapter=None if self.adapters is None else lineage)
         self._published: dict[int, str] = {}
@@ -95,22 +95,24 @@ class RlTrainer:
 
         Raises ConfigError for groups that cannot be trained on, before anything has changed.
         """
-        with share_threads(cut=self._is_cut) as num_threads:
+        with share_threads(split=self._splits_batches) as num_threads:
             return self._step(groups, num_threads)
 
     def _step(self, groups: Sequence[Group], num_threads: int) -> Mapping[str, float]:
         began = time.perf_counter()
         limits = ModelLimits.of(self.model)
-        intake = take_groups(groups, self._config, limits, self._version, self._fetch_routes, self._published)
+        intake = prepare_groups(
+            groups, self._config, limits, self._version, self._fetch_routes, self._published
+        )
         updates = split_updates(intake.groups, self._config.loss, self._config.updates_per_step)
         meter = StepMeter(updates)
         updates = [[s for s in update if self._has_gradient(s)] for update in updates]
         ledger = RouteLedger(sequence.segment_id for update in updates for sequence in update)
-        lessons = Lessons(self._feedback, groups, limits.max_positions, len(updates))
+        step_feedback = StepFeedback(self._feedback, groups, limits.max_positions, len(updates))
         updates[1:] = [self._with_old_policy(update, num_threads) for update in updates[1:]]
         for number, update in enumerate(updates):
-            if update or lessons.examples[number]:
-                self._update(update, meter, ledger, lessons, number, num_threads)
+            if update or step_feedback.examples[number]:
+                self._update(update, meter, ledger, step_feedback, number, num_threads)
         ledger.close()
         adapter = self._version.adapter
         self._version = PolicyVersion(self._version.lineage, self._version.step + 1, adapter=adapter)
@@ -119,7 +121,7 @@ class RlTrainer:
             "skipped_updates": float(self._optimizer.num_skipped),
             **{f"skipped_{reason}": float(count) for reason, count in sorted(intake.skipped.items())},
             **meter.summary(self._ranks.all_reduce_),
-            **lessons.summary(self._ranks.all_reduce_),
+            **step_feedback.summary(self._ranks.all_reduce_),
         }
 
     def _make_reference(self) -> LanguageModel:
@@ -152,7 +154,7 @@ class RlTrainer:
     def score(
         self, sequences: Sequence[NDArray[np.int32]], routes: Sequence[NDArray[Any]] | None = None
     ) -> list[Scores]:
-        with share_threads(cut=self._is_cut):
+        with share_threads(split=self._splits_batches):
             scored = score_sequences(self.model, sequences, routes=routes)
         return [Scores(logprobs, self._version) for logprobs in scored]
 
@@ -223,7 +225,7 @@ class RlTrainer:
         update: Update,
         meter: StepMeter,
         ledger: RouteLedger,
-        lessons: Lessons,
+        step_feedback: StepFeedback,
         number: int,
         num_threads: int,
     ) -> None:
@@ -244,7 +246,9 @@ class RlTrainer:
 
         add_gradients(self._learning, compute, shares, num_threads)
         config = self._config
-        lessons.teach(number, self.model, self._ranks, config.micro_batch_tokens, config.temperature)
+        step_feedback.add_gradients(
+            number, self.model, self._ranks, config.micro_batch_tokens, config.temperature
+        )
         norm = self._optimizer.step(
             lambda: describe_batch(update[index] for index in sorted(own)), num_threads
         )
@@ -260,7 +264,7 @@ class RlTrainer:
             lengths,
             self._config.micro_batch_tokens,
             self._ranks.world_size,
-            least_batches=count_batches(len(lengths), sum(lengths), shared) if self._is_cut else 1,
+            least_batches=count_batches(len(lengths), sum(lengths), shared) if self._splits_batches else 1,
             shared_tokens=shared,
         )
         return self._ranks.share(plan)

@@ -2,12 +2,12 @@
 
     log part 0 | part 1 | part 2 ...      written by any process, at any time
                ^ cursor: part and group, prompts trained so far
-               take(n): the next n groups that pass -> step -> checkpoint with the cursor in it
+               next_groups(n): the next n groups with a signal -> step -> checkpoint that includes the cursor
 
-Recorded sessions come one by one: a member of a group waits for the others that have its group's id.
+Recorded sessions arrive one by one: a member of a group waits for the others with its group's id.
 
-The cursor is saved with the weights, in one atomic checkpoint. So a process that is killed goes on from where
-its weights are: what they were trained on is never given again, and what they were not is never left out.
+The cursor is saved with the weights, in one atomic checkpoint. So a process that is killed resumes at the
+position of its weights: no group is trained on twice, and none is left out.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _POLL_S = 0.2
 
 
 class PartLog(Protocol):
-    """What a stream reads: parts that never change, new ones behind the old. TrajectoryLog is one."""
+    """An append-only log of immutable parts. Implemented by TrajectoryLog."""
 
     def part_names(self) -> list[str]:
-        """Names of the parts there are now, in order."""
+        """Names of the existing parts, in order."""
         ...
 
     def read_part(self, name: str) -> list[Group]:
@@ -42,50 +42,50 @@ class PartLog(Protocol):
 
 
 class Passed(StrEnum):
-    """Why a group of the log was passed over. Metrics count them as `passed_<reason>`."""
+    """Why a group of the log was skipped. Metrics count them as `passed_<reason>`."""
 
     VERSION = "version"
     """Its oldest policy version is outside the bounds, or it has none."""
     REPEATED = "repeated"
     """Its prompt was trained on already."""
     NO_SIGNAL = "no_signal"
-    """It teaches nothing: the run that recorded it dropped it, too."""
+    """It has no learning signal: the run that recorded it dropped it, too."""
     SURPLUS = "surplus"
-    """The run that recorded it had as many as its step wanted."""
+    """The run that recorded it already had all groups of its step."""
 
 
 class RecordedStream:
     """The groups of a trajectory log that are to be trained on, in the order of their storage.
 
-    Deterministic: a function of the log, the configuration and the cursor. One consumer.
+    Deterministic: a function of the log, the configuration and the cursor. Single consumer.
     """
 
     def __init__(self, log: PartLog, config: RlConfig, state: Mapping[str, Any] | None = None) -> None:
-        """`state`: what `state_dict` gave, to go on from there. Raises CheckpointError if it is none."""
+        """`state`: a `state_dict` to resume from. Raises CheckpointError if it is invalid."""
         self._log = log
         self._config = config
         self.passed: Counter[str] = Counter()
-        """Groups passed over so far, by reason."""
+        """Groups skipped so far, by reason."""
         self.num_taken = 0
-        """Groups given out so far."""
+        """Groups returned so far."""
         self._part = ""
         self._group = 0
         self._prompts: set[str] = set()
         self._loaded: tuple[str, list[Group]] = ("", [])
         self._waiting: dict[str, list[tuple[str, int, Group]]] = {}
-        """By tenant and group: its members so far, each with its part and place there."""
+        """Incomplete groups by tenant and id: the members so far, each with its part and index there."""
         self._quiet_since_s: float | None = None
-        """Since when the log has been seen to end where it does; monotonic."""
+        """Time, by the monotonic clock, since when no new group has been found in the log."""
         if state is not None:
             self._restore(state)
 
     def take(self, num_groups: int, stop: Callable[[], bool] = lambda: False) -> list[Group]:
-        """The next groups, as a step of a run has them: `num_groups` whose verdicts differ, fewer only at the
-        log's end, and those of one verdict that lie before the next such group.
+        """The groups of the next step: `num_groups` whose verdicts differ, fewer only at the log's end, and
+        the groups with equal verdicts before the next such group.
 
-        There it waits until nothing has been added for `rl.stream.wait_s`; groups of which members are
-        missing then come as they are. If `stop` holds while it waits, nothing is taken: what was found comes
-        again. Raises StoreError, naming the part, on damage.
+        At the log's end it waits until nothing has been added for `rl.stream.wait_s`; incomplete groups are
+        then returned as they are. If `stop` returns True while it waits, the cursor is reset and nothing is
+        returned. Raises StoreError, naming the part, on damage.
         """
         taken: list[Group] = []
         before = self.state_dict()
@@ -98,7 +98,7 @@ class RecordedStream:
             if group is None:
                 if num_task == num_groups:
                     break
-                now_s = time.monotonic()  # what was read up to here took time, too
+                now_s = time.monotonic()  # after reading, which also takes time
                 self._quiet_since_s = now_s if self._quiet_since_s is None else self._quiet_since_s
                 if now_s < self._quiet_since_s + self._config.stream.wait_s:
                     if stop():
@@ -124,7 +124,7 @@ class RecordedStream:
         return taken
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the stream is, as plain values: to be saved with the weights that were trained so far."""
+        """The cursor as plain values, to be saved with the weights trained so far."""
         return {
             "part": self._part,
             "group": self._group,
@@ -156,8 +156,8 @@ class RecordedStream:
             self._waiting.setdefault(_joint(group), []).append((part, place, group))
 
     def _next(self) -> Group | None:
-        """The group at the cursor, which moves on; None at the log's end. Members that were stored alone come
-        with the last one of their group."""
+        """The group at the cursor, which advances; None at the log's end. Members that were stored one by one
+        are returned as a group when the last one is read."""
         while True:
             groups = self._groups_of(self._part) if self._part else []
             if self._group < len(groups):
@@ -181,7 +181,7 @@ class RecordedStream:
         return self._loaded[1]
 
     def _reason(self, group: Group) -> Passed | None:
-        """Why the group is not trained on; None if it is."""
+        """Why the group is skipped; None if it is trained on."""
         stream = self._config.stream
         steps = [version.step for m in group.members if (version := m.oldest_version) is not None]
         newest = float("inf") if stream.max_step is None else stream.max_step
@@ -197,19 +197,19 @@ class RecordedStream:
 
 
 def _joint(group: Group) -> str:
-    """What the members of one group have in common that were stored alone: tenants choose ids freely."""
+    """Key of the group to which a separately stored member belongs; ids are unique only within a tenant."""
     return f"{group.members[0].tenant}\n{group.id}"
 
 
 def _joined(groups: Sequence[Group]) -> Group:
-    """Groups of one id as one, its members in order."""
+    """Merges groups of one id into one, with its members in order."""
     members = sorted((member for group in groups for member in group.members), key=lambda one: one.id.index)
     return replace(groups[0], members=tuple(members))
 
 
 def prompt_digest(group: Group) -> str:
-    """xxh3-128 hex digest of what the group's members have in common: the tokens before the first sampled
-    one, and for a fork the state that it came from."""
+    """xxh3-128 hex digest of the members' common prompt: the tokens before the first sampled one, and for a
+    fork the state that it started from."""
     digest = xxhash.xxh3_128()
     for member in group.members:
         if member.segments:

@@ -1,10 +1,10 @@
-"""A step's micro-batches on several threads of one process, whose number changes no bit.
+"""Computes a step's micro-batches on several threads of one process; their number changes no bit.
 
     micro-batches, cut by lengths alone ──> one thread each ──> gradients, added in their order
 
-Each is computed with one compute thread from its first operation to its last gradient, so threads meet once
-per micro-batch and not inside of each product: on cores that are shared with others, one that is away for
-some milliseconds would be waited for at every such meeting.
+Each is computed by one thread from its first operation to its last gradient, so threads synchronise once per
+micro-batch and not inside each product: on cores shared with other processes, one that is descheduled for
+some milliseconds would delay every such synchronisation.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ ItemT = TypeVar("ItemT")
 ResultT = TypeVar("ResultT")
 
 _LEAST_TOKENS = 768
-"""Of a micro-batch that is cut for threads alone: in smaller ones, what each costs by itself counts."""
+"""Minimum size of a micro-batch that is split for threads: below it, the overhead of each is noticeable."""
 _MOST_BATCHES = 16
 _SCARCE = 0.25
-"""Share of the machine's memory: where less is left, what a step leaves free is given back."""
+"""Share of the machine's memory: if less is available after a step, freed memory goes back to the system."""
 
 
 def count_batches(num_sequences: int, num_tokens: int, shared_tokens: int = 0) -> int:
-    """Into how many micro-batches a step is cut at least, so that threads have something to share.
+    """The least number of micro-batches into which a step is split, so that threads can divide them.
 
-    `shared_tokens`, with which all sequences begin, are computed once in each: where there are more than two
-    micro-batches, a fifth of all rows at most.
+    `shared_tokens`, a prefix of all sequences, is computed once in each: with more than two micro-batches,
+    it is at most a fifth of all rows.
     """
     most = min(num_sequences, num_tokens // _LEAST_TOKENS, _MOST_BATCHES)
     if shared_tokens:
@@ -48,20 +48,20 @@ def count_batches(num_sequences: int, num_tokens: int, shared_tokens: int = 0) -
     return max(1, most)
 
 
-def is_cut(model: nn.Module, ranks: Ranks) -> bool:
-    """Whether threads share micro-batches: on a CPU where this process trains alone, of models whose forward
-    pass is known to leave nothing behind. Elsewhere the threads are those of PyTorch's operators."""
+def splits_batches(model: nn.Module, ranks: Ranks) -> bool:
+    """Whether threads divide micro-batches: on a CPU, without other ranks, for models whose forward pass is
+    known to keep no state. Otherwise, PyTorch's operators use the threads."""
     on_cpu = all(parameter.device.type == "cpu" for parameter in model.parameters())
     return isinstance(model, LanguageModel) and on_cpu and ranks.world_size == 1
 
 
 @contextmanager
-def share_threads(*, cut: bool) -> Iterator[int]:
-    """Yields how many threads share the micro-batches: the compute threads that are set. While it lasts, an
-    operation has one. Without `cut`, operations keep them all. Afterwards, where memory is scarce, what was
-    freed goes back to the system: between tensors of unlike sizes more of it stays from step to step."""
+def share_threads(*, split: bool) -> Iterator[int]:
+    """Yields the number of threads for micro-batches: PyTorch's compute threads, while operators use one. Not
+    `split`: operators keep all threads. At the end, if memory is scarce, freed memory is returned to the
+    system: fragmentation by tensors of different sizes would retain more of it with every step."""
     num_threads = torch.get_num_threads()
-    shared = cut and num_threads > 1
+    shared = split and num_threads > 1
     if shared:
         torch.set_num_threads(1)
     try:
@@ -75,8 +75,8 @@ def share_threads(*, cut: bool) -> Iterator[int]:
 def map_in_order(
     compute: Callable[[ItemT], ResultT], items: Sequence[ItemT], num_threads: int
 ) -> Iterator[ResultT]:
-    """`compute` of each, in their order, on this many threads with one compute thread each. Of what is ready,
-    about one result a thread waits to be taken."""
+    """Yields `compute` of each item, in order, on this many threads with one compute thread each. About one
+    finished result per thread is buffered."""
     if num_threads == 1 or len(items) == 1:
         yield from map(compute, items)
         return
@@ -90,7 +90,7 @@ def map_in_order(
         while pending:
             yield pending.popleft().result()
     finally:
-        for future in pending:  # after an error nothing goes on computing with the caller's tensors
+        for future in pending:  # after an error, no thread may continue to use the caller's tensors
             if not future.cancel():
                 future.exception()
 
@@ -101,8 +101,8 @@ def add_gradients(
     items: Sequence[ItemT],
     num_threads: int,
 ) -> list[ResultT]:
-    """Adds the gradient of each item's loss to the parameters, in the order of items. `compute` gives the
-    loss, a scalar, and what is returned of it; several threads call it at the same time."""
+    """Adds the gradient of each item's loss to the parameters, in the order of items. `compute` returns the
+    loss, a scalar, and a result, which is returned; several threads call it at the same time."""
     results: list[ResultT] = []
     if num_threads == 1:
         for item in items:
@@ -111,9 +111,9 @@ def add_gradients(
             results.append(result)
         return results
     parameters = [parameter for parameter in learning.parameters() if parameter.requires_grad]
-    # PyTorch makes the node that accumulates a parameter's gradient under a lock of the parameter's, and
-    # waits there for the interpreter's (2.13), which `backward` holds as it waits for that lock. The nodes
-    # that these views hold are made by now, and have no object in Python, which would be counted there.
+    # PyTorch creates the node that accumulates a parameter's gradient under the parameter's lock, and waits
+    # there for the interpreter's (2.13), which `backward` holds while it waits for the parameter's: a
+    # deadlock. These views create the nodes beforehand, without Python objects, whose counting needs the GIL.
     views = [parameter.expand_as(parameter) for parameter in parameters]
 
     def differentiate(item: ItemT) -> tuple[tuple[Tensor | None, ...], ResultT]:
@@ -131,5 +131,5 @@ def add_gradients(
 
 @functools.cache
 def _pool(num_threads: int, process: int) -> ThreadPoolExecutor:
-    """`process`: a fork has none of its parent's threads."""
+    """The threads of this process. `process`: its id, since a fork has none of its parent's threads."""
     return ThreadPoolExecutor(num_threads, "micro-batch", torch.set_num_threads, (1,))

@@ -1,4 +1,4 @@
-"""Optimisers: Muon for matrices, AdamW for the rest, schedules, clipping, steps that must not happen."""
+"""Optimisers: Muon for matrices, AdamW for the rest, schedules, clipping, skipping of non-finite steps."""
 
 from etude.training.optimizer.muon import Muon, orthogonalise
 from etude.training.optimizer.offending import OffendingBatches

@@ -17,10 +17,10 @@ _FIRST, _SECOND, _STEP = "exp_avg", "exp_avg_sq", "step"
 
 
 class AdamW:
-    """The rule for whatever Muon does not update.
+    """AdamW for the parameters that Muon does not update.
 
-    float32 weights with float32 states go through PyTorch's fused rule. bfloat16 weights or states are
-    computed in float32 and rounded stochastically (see `rounding`).
+    float32 weights with float32 states use PyTorch's fused implementation. bfloat16 weights or states are
+    updated in float32 and rounded stochastically (see `rounding`).
     """
 
     def __init__(self, layout: Layout, names: Sequence[str], config: OptimizerConfig) -> None:
@@ -36,7 +36,7 @@ class AdamW:
             }
             for name, part in self._parts.items()
         }
-        """By name: steps taken with a gradient [], the mean gradient and its mean square, like the parts."""
+        """By name: number of steps with a gradient [], first and second moment, shaped like the parts."""
         plain = [n for n in names if self._parts[n].dtype == dtype == torch.float32]
         self._fused = _make_fused({name: self._parts[name] for name in plain}, self._decays, config)
         self._rounded = [name for name in names if name not in set(plain)]
@@ -62,7 +62,7 @@ class AdamW:
     def _step_rounded(self, name: str, gradient: Tensor, learning_rate: float, rounding: Rounding) -> None:
         config, part, state = self._config, self._parts[name], self.state[name]
         state[_STEP] += 1
-        taken = state[_STEP].double()  # stays where it is: a number would make the device wait
+        taken = state[_STEP].double()  # stays a tensor: a Python number would synchronise with the device
         first = state[_FIRST].float().lerp_(gradient, 1 - config.beta1)
         second = state[_SECOND].float().lerp_(gradient.square(), 1 - config.beta2)
         rounding.store(name, state[_FIRST], first)

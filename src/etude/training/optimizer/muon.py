@@ -1,4 +1,4 @@
-"""Momentum, orthogonalised by Newton-Schulz iterations (Jordan et al. 2024)."""
+"""Muon: momentum, orthogonalised by Newton-Schulz iterations (Jordan et al. 2024)."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from etude.training.threads import map_in_order
 _NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 _NEWTON_SCHULZ_STEPS = 5
 _VALUES_AT_ONCE = 1 << 17
-"""Of matrices that a CPU computes together: they stay in a core's own cache."""
+"""Size in values of a batch of matrices on a CPU: it fits into a core's own cache."""
 
 
 class Muon:
-    """The rule for weight matrices. Momentum is kept in parts; matrices are orthogonalised whole.
+    """Muon for weight matrices. Momentum is sharded like the parameters; whole matrices are orthogonalised.
 
-    Matrices of equal shape are updated in one batch: small models spend more on starting an operation than
-    on its arithmetic.
+    Matrices of equal shape are updated in one batch: small models spend more time on launching an operation
+    than on its arithmetic.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class Muon:
         momentum: float = 0.95,
         state_dtype: torch.dtype = torch.float32,
     ) -> None:
-        """`names`: the parameters to update, of two dimensions, or three where they are stacks."""
+        """`names`: the parameters to update, of two dimensions, or three if they are stacked matrices."""
         self._layout = layout
         self._momentum = momentum
         self._by_shape: dict[tuple[int, ...], list[str]] = {}
@@ -48,8 +48,8 @@ class Muon:
         rounding: Rounding,
         num_threads: int = 1,
     ) -> None:
-        """Updates every parameter; one without a gradient moves by its momentum alone. `num_threads`: how
-        many share the matrices."""
+        """Updates every parameter; one without a gradient moves by its momentum alone. `num_threads`: number
+        of threads that divide the matrices among them."""
 
         def update_directions(matrices: Tensor) -> Tensor:
             if matrices.device.type != "cpu":
@@ -69,7 +69,7 @@ class Muon:
                     rounding.store(name, part, part.float().add_(update, alpha=-scale))
 
     def _direction(self, name: str, gradient: Tensor | None, rounding: Rounding) -> Tensor:
-        """Nesterov's look-ahead; takes the gradient into the momentum."""
+        """Updates the momentum with the gradient; returns Nesterov's look-ahead."""
         buffer = self.buffers[name]
         if gradient is None:
             gradient = torch.zeros_like(buffer)

@@ -1,4 +1,4 @@
-"""Batches whose gradient was not finite, kept for a diagnosis."""
+"""Stored batches whose gradient was not finite, for diagnosis."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from etude.kit.durable import write_bytes
 
 
 class OffendingBatches:
-    """Writes batches to a directory, the newest few. A file is there when it is whole."""
+    """A directory with the newest few of these batches. Files are written atomically."""
 
     def __init__(self, directory: Path, keep: int = 4, rank: int = 0) -> None:
-        """`keep`: files per rank; the oldest goes first."""
+        """`keep`: files per rank; the oldest are deleted."""
         self._directory = directory
         self._keep = keep
         self._rank = rank
 
     def save(self, step: int, norm: float, batch: Mapping[str, Any]) -> Path | None:
-        """Keeps `batch` (tensors and plain values, for `torch.load(..., weights_only=True)`) with the
-        gradient's norm; returns where. None where nothing is to be kept, or where nothing can be: a disk
-        that is full costs the diagnosis, with a warning, and not the run."""
+        """Writes `batch` (tensors and plain values, for `torch.load(..., weights_only=True)`) with the
+        gradient's norm; returns the path. None if `keep` is 0, or, with a warning, if writing fails: a full
+        disk does not end the run."""
         if self._keep < 1:
             return None
         path = self._directory / f"step-{step:07d}-rank-{self._rank}.pt"

@@ -1,4 +1,4 @@
-"""States that lie in host memory while nobody steps."""
+"""Optimiser states that are kept in host memory between steps."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from torch import Tensor
 class OffloadedStates:
     """Moves tensors between their device and host memory, in place: references to them stay valid.
 
-    In host memory they are pinned where the device is a GPU, so that copies run at the bus' full rate. On a
-    CPU the same happens from one place of its memory to another: nothing is gained there. A tensor is moved
-    whole or not at all, so what fails half-way can be called again, in either direction.
+    With a GPU, host memory is pinned, so that copies run at the bus' full rate. On a CPU the tensors move
+    within its memory, without a benefit. Each tensor is moved completely or not at all, so either method can
+    be called again after the other or itself failed half-way.
     """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
-        """`tensors`: each with a storage of its own, on one device."""
+        """`tensors`: all on one device, none sharing its storage."""
         self._tensors = [tensor for tensor in tensors if tensor.numel() > 1]
         self._away: dict[int, Tensor] = {}
-        """By the tensor's identity: its values, in host memory."""
+        """Values in host memory, by the id() of the tensor."""
 
     @property
     def device_bytes(self) -> int:
-        """Memory that the tensors have on their device."""
+        """Memory that the tensors occupy on their device."""
         return sum(tensor.untyped_storage().nbytes() for tensor in self._tensors)
 
     def offload(self) -> None:
-        """Brings the values into host memory and lets that of the device go. Idempotent."""
+        """Moves the values to host memory and frees the device's. Idempotent."""
         if len(self._away) == len(self._tensors):
             return
         for tensor in self._tensors:
@@ -37,7 +37,7 @@ class OffloadedStates:
         self._settle()
 
     def fetch(self) -> None:
-        """Brings the values back. Idempotent. Raises torch.OutOfMemoryError where there is no room."""
+        """Moves the values back to the device. Idempotent. Raises torch.OutOfMemoryError."""
         if not self._away:
             return
         for tensor in self._tensors:
@@ -46,23 +46,23 @@ class OffloadedStates:
         self._settle()
 
     def values(self, tensor: Tensor) -> Tensor:
-        """Where the values of one of the tensors are now, to be read or written."""
+        """The tensor that currently holds the values of `tensor`, to be read or written."""
         return self._away.get(id(tensor), tensor)
 
     def _offload(self, tensor: Tensor) -> None:
         kept = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
         kept.copy_(tensor, non_blocking=tensor.is_cuda)
         self._away[id(tensor)] = kept
-        tensor.untyped_storage().resize_(0)  # on a GPU given to others only behind the copy, in stream order
+        tensor.untyped_storage().resize_(0)  # on a GPU reused only after the copy, in stream order
 
     def _fetch(self, tensor: Tensor) -> None:
         kept = self._away[id(tensor)]
         tensor.untyped_storage().resize_(kept.numel() * kept.element_size())
         tensor.copy_(kept, non_blocking=tensor.is_cuda)
-        del self._away[id(tensor)]  # pinned memory is used again only behind the copy
+        del self._away[id(tensor)]  # pinned memory is reused only after the copy
 
     def _settle(self) -> None:
-        """Waits for the copies, and lets memory of the device go that nothing lies in."""
+        """Waits for the copies, and returns unused memory to the device."""
         if self._tensors and self._tensors[0].is_cuda:
             torch.cuda.synchronize(self._tensors[0].device)
             torch.cuda.empty_cache()

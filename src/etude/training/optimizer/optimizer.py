@@ -1,4 +1,4 @@
-"""The optimiser of one training stage: two rules, one schedule, one clip, over all ranks."""
+"""The optimiser of a training stage: Muon and AdamW with a schedule and gradient clipping, over all ranks."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from etude.training.optimizer.schedules import schedule_factor
 from etude.training.parallel.ranks import Ranks, SingleRank
 
 Describe = Callable[[], Mapping[str, Any]]
-"""What a batch consists of: tensors and plain values. Called only if the batch is to be kept."""
+"""Returns a batch as tensors and plain values. Called only if the batch is to be stored."""
 
 
 class Optimizer:
-    """Adds up gradients over ranks, clips them and updates this process' parts of the weights.
+    """Sums gradients over ranks, clips them and updates this rank's parts of the weights.
 
     With several ranks every method but `schedule` is collective: all ranks call it together.
     """
@@ -37,9 +37,9 @@ class Optimizer:
         ranks: Ranks | None = None,
         offending: OffendingBatches | None = None,
     ) -> None:
-        """`num_steps`: optimiser steps of the whole stage, for the schedule. `ranks`: who trains the model
-        along with this process, which `model` is spread over already. `offending`: where batches go whose
-        gradient is not finite."""
+        """`num_steps`: optimiser steps of the whole stage, for the schedule. `ranks`: the processes that
+        train `model`, which is sharded over them already. `offending`: stores batches whose gradient is not
+        finite."""
         self._model = model
         self._config = config
         self._num_steps = max(1, num_steps)
@@ -58,15 +58,15 @@ class Optimizer:
         self.num_skipped = 0
 
     def schedule(self) -> float:
-        """The factor on the learning rates for the coming step."""
+        """The factor on the learning rates for the next step."""
         return schedule_factor(self._config, self.num_taken, self._num_steps)
 
     def step(self, describe: Describe | None = None, num_threads: int = 1) -> float:
-        """Clips and applies the gradients; returns their norm before clipping. `num_threads`: how many share
-        the matrices, which changes no bit.
+        """Clips and applies the gradients; returns their norm before clipping. `num_threads`: number of
+        threads that divide the matrices among them, which changes no bit.
 
-        States that were offloaded come back. A step whose gradient is not finite changes nothing and is
-        counted in `num_skipped`; what `describe` says of its batch is kept.
+        Offloaded states are moved back first. A step whose gradient is not finite changes nothing and is
+        counted in `num_skipped`; its batch, as returned by `describe`, is stored.
         """
         self._states.fetch()
         self._ranks.reduce_gradients(self._model)
@@ -87,19 +87,19 @@ class Optimizer:
 
     @property
     def device_bytes(self) -> int:
-        """Memory that the states have on the device."""
+        """Memory that the states occupy on the device."""
         return self._states.device_bytes
 
     def offload(self) -> None:
-        """Drops gradients, and keeps the states in host memory until the next step."""
+        """Clears the gradients, and moves the states to host memory until the next step."""
         self._layout.clear_gradients()
         self._states.offload()
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that `load_state_dict` needs to go on exactly, by parameter.
+        """Everything that `load_state_dict` needs to resume exactly, by parameter.
 
-        The tensors in it are the live ones, wherever they are; with several ranks each gives its parts, with
-        their places.
+        Its tensors are the live ones, on the device or in host memory; with several ranks, each returns its
+        shards.
         """
         return {
             "adamw": {
@@ -112,10 +112,10 @@ class Optimizer:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes over what `state_dict` of an optimiser of the same model and configuration gave, whatever
-        the number of ranks was.
+        """Loads the `state_dict` of an optimiser of the same model and configuration, written with any number
+        of ranks.
 
-        Raises CheckpointError and changes nothing if it is of another rule or another model.
+        Raises CheckpointError and changes nothing if it is of another algorithm or another model.
         """
         try:
             received = _layout_of(state)
@@ -155,19 +155,19 @@ class Optimizer:
 
 
 def is_matrix(name: str, shape: torch.Size) -> bool:
-    """Whether Muon is meant for a parameter: matrices of the blocks, not tables of embeddings."""
+    """Whether Muon applies to a parameter: to matrices of the blocks, not to embedding tables."""
     return len(shape) >= 2 and "embedding" not in name
 
 
 def _layout_of(state: Mapping[str, Any]) -> dict[str, str]:
-    """What must be equal for a state to fit: each parameter's rule, shape and type."""
+    """Each parameter's algorithm, shape and type: they must match for a state to be loaded."""
     rows = {name: ("adamw", values["exp_avg"]) for name, values in state["adamw"].items()}
     rows |= {name: ("muon", buffer) for name, buffer in state["muon"].items()}
     return {name: f"{rule} {tuple(tensor.shape)} {tensor.dtype}" for name, (rule, tensor) in rows.items()}
 
 
 def _difference(received: Mapping[str, str], own: Mapping[str, str]) -> str:
-    """The first parameter, in order of names, that does not fit; empty if all do."""
+    """The first parameter, in order of names, that does not match; empty if all do."""
     for name in sorted({*received, *own}):
         if received.get(name) != own.get(name):
             return f"{name}: {received.get(name, 'nothing')} instead of {own.get(name, 'nothing')}"

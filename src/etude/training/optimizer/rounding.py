@@ -1,8 +1,8 @@
-"""Storing float32 results in bfloat16 without losing what is small.
+"""Stochastic rounding of float32 results to bfloat16, so that small changes are not lost.
 
 bfloat16 keeps 8 bits, so rounding to nearest drops every change below 1/512 of a value: a moving average with
-a decay of 0.999 stands still, and so do weights at the small steps of RL. Rounding up or down at random, in
-proportion to the distance, is right on average and needs no memory; a compensation term (Kahan) is exact to
+a decay of 0.999 never changes, nor do weights at the small steps of RL. Rounding up or down at random, in
+proportion to the distance, is unbiased and needs no memory; a compensation term (Kahan) is exact to
 16 bits but doubles the memory that bfloat16 was to halve. (Gupta et al. 2015; Zamirai et al. 2020.)
 """
 
@@ -17,18 +17,19 @@ _DROPPED_BITS = 16
 
 
 class Rounding:
-    """Writes float32 values into tensors of any type; the noise is a function of the numbers given to it."""
+    """Writes float32 values into tensors of any type, with noise that depends only on the step, the part and
+    the number of calls."""
 
     def __init__(self, step: int, part_of: Callable[[str], int]) -> None:
-        """`part_of`: which part of a parameter this process holds. Ranks that hold the same part must draw
-        the same noise, or they drift apart."""
+        """`part_of`: index of the part of a parameter that this rank holds. Ranks that hold the same part
+        must draw the same noise, or they diverge."""
         self._step = step
         self._part_of = part_of
         self._count = 0
 
     def store(self, name: str, target: Tensor, values: Tensor) -> None:
-        """Writes `values` (float32), of the parameter `name`, into `target` of the same shape, at random if
-        it is bfloat16."""
+        """Writes `values` (float32), of the parameter `name`, into `target` of the same shape, rounding
+        stochastically if it is bfloat16."""
         self._count += 1
         if target.dtype != torch.bfloat16:
             target.copy_(values)
@@ -39,7 +40,8 @@ class Rounding:
 
 
 def round_stochastically(values: Tensor, generator: torch.Generator) -> Tensor:
-    """values float32 -> bfloat16: one of the two neighbours, the nearer the likelier; exact ones stay."""
+    """Rounds float32 values to one of the two bfloat16 neighbours, with a probability that falls linearly
+    with the distance; exact ones are unchanged."""
     bits = values.contiguous().view(torch.int32)
     noise = torch.randint(
         0, 1 << _DROPPED_BITS, bits.shape, dtype=torch.int32, device=bits.device, generator=generator

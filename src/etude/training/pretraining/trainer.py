@@ -27,7 +27,7 @@ from etude.training.parallel.ranks import Ranks, Share, SingleRank
 from etude.training.pretraining.context import set_context, with_context_of
 from etude.training.pretraining.documents import Batches, Document
 from etude.training.pretraining.drafts import DraftLoss, hidden_and_logprobs
-from etude.training.threads import add_gradients, count_batches, is_cut, map_in_order, share_threads
+from etude.training.threads import add_gradients, count_batches, map_in_order, share_threads, splits_batches
 
 EVALUATED_TOKENS = 16_384
 """Tokens computed at once where no gradient is wanted."""
@@ -62,7 +62,7 @@ class NextTokenTrainer:
         self._config = config
         self._ranks: Ranks = ranks or SingleRank()
         self._learning = _learning(model, drafts)
-        self._is_cut = is_cut(model, self._ranks)
+        self._splits_batches = splits_batches(model, self._ranks)
         self._optimizer = Optimizer(
             self._learning, config.optimizer, config.num_steps, self._ranks, offending
         )
@@ -84,7 +84,7 @@ class NextTokenTrainer:
 
         Losses are weighted means over the whole step, so micro-batches change rounding and nothing else.
         """
-        with share_threads(cut=self._is_cut) as num_threads, _multiply_in(self._config.products):
+        with share_threads(split=self._splits_batches) as num_threads, _multiply_in(self._config.products):
             return self._step(documents, num_threads)
 
     def _step(self, given: Sequence[Document] | None, num_threads: int) -> Mapping[str, float]:
@@ -185,7 +185,7 @@ class NextTokenTrainer:
         lengths = [len(document.tokens) for document in documents]
         max_tokens = self._config.micro_batch_tokens or sum(lengths)
         shared = 0 if self.drafts else shared_tokens(self.model, [one.tokens for one in documents])
-        least = count_batches(len(lengths), sum(lengths), shared) if self._is_cut else 1
+        least = count_batches(len(lengths), sum(lengths), shared) if self._splits_batches else 1
         return pack_sequences(
             lengths, max_tokens, self._ranks.world_size, least_batches=least, shared_tokens=shared
         )
@@ -261,7 +261,7 @@ def evaluate_loss(
             [-float(logprobs.double().sum()), len(targets)], dtype=torch.float64
         )
 
-    with share_threads(cut=is_cut(model, ranks)) as num_threads:
+    with share_threads(split=splits_batches(model, ranks)) as num_threads:
         sums = sum(map_in_order(compute, shares, num_threads), torch.zeros(2, dtype=torch.float64))
     total, count = ranks.all_reduce_(sums).tolist()
     return total / count if count else float("nan")
