@@ -94,4 +94,4 @@ def test_stored_forks_come_back_with_their_task_s_group_and_are_trained_as_in_th
     ids = {number: (one.task.id, one.fork and one.fork.id) for number, one in kept.items()}
     assert ids == {0: ("run/g0", "run/g0+fork"), 1: ("run/g1", "run/g1+fork")}
     stream = RecordedStream(log, RlConfig(stream=StreamConfig(repeat_prompts=True)))
-    assert [group.id for group in stream.take(4)] == [group.id for group in collected.trained]
+    assert [group.id for group in stream.next_groups(4)] == [group.id for group in collected.trained]

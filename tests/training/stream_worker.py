@@ -56,7 +56,7 @@ def consume(directory: Path, kill_at: int) -> None:
     stream = RecordedStream(TrajectoryLog(directory / "trajectories"), CONFIG, state.get("stream"))
     trained: list[str] = list(state.get("trained", []))
     while trainer.version.step < NUM_STEPS:
-        groups = stream.take(GROUPS_PER_STEP)
+        groups = stream.next_groups(GROUPS_PER_STEP)
         moment()
         trainer.step(groups)
         moment()

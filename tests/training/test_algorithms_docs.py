@@ -13,7 +13,7 @@ from etude.algorithms.normalizers import NORMALIZERS
 from etude.config import CorrectionConfig, FeedbackConfig, LossConfig, RlConfig, StreamConfig, parse_config
 from etude.training.feedback import Unhinted
 from etude.training.intake import Skipped
-from etude.training.stream import Passed
+from etude.training.stream import PassedOver
 
 PAGE = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text(encoding="utf-8")
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -65,5 +65,5 @@ def test_every_choice_and_every_reason_is_named() -> None:
         "off",
     ]
     names += [str(reason) for reason in Skipped]
-    names += [f"passed_{reason}" for reason in Passed] + [f"unhinted_{reason}" for reason in Unhinted]
+    names += [f"passed_{reason}" for reason in PassedOver] + [f"unhinted_{reason}" for reason in Unhinted]
     assert [name for name in names if f"`{name}`" not in PAGE] == []

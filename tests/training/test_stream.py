@@ -77,10 +77,10 @@ def test_groups_come_in_the_order_of_storage_over_parts(tmp_path: Path, rollouts
     for numbers in ([0, 1, 2], [3], [4, 5]):
         log.append([group_of(rollouts, number) for number in numbers])
     stream = stream_over(log)
-    assert names(stream.take(2)) == ["g0", "g1"]
-    assert names(stream.take(3)) == ["g2", "g3", "g4"]
-    assert names(stream.take(3)) == ["g5"]
-    assert stream.take(3) == []
+    assert names(stream.next_groups(2)) == ["g0", "g1"]
+    assert names(stream.next_groups(3)) == ["g2", "g3", "g4"]
+    assert names(stream.next_groups(3)) == ["g5"]
+    assert stream.next_groups(3) == []
     assert stream.num_taken == 6
 
 
@@ -99,9 +99,13 @@ def test_what_is_passed_over_is_counted_by_reason(tmp_path: Path, rollouts: Roll
         ]
     )
     stream = stream_over(log, min_step=2, max_step=4)
-    assert names(stream.take(10)) == ["g1", "g4"]
+    assert names(stream.next_groups(10)) == ["g1", "g4"]
     assert stream.passed == {"version": 3, "no_signal": 2, "repeated": 1}
-    assert names(stream_over(log, min_step=2, max_step=4, repeat_prompts=True).take(10)) == ["g1", "g3", "g4"]
+    assert names(stream_over(log, min_step=2, max_step=4, repeat_prompts=True).next_groups(10)) == [
+        "g1",
+        "g3",
+        "g4",
+    ]
 
 
 def test_a_step_has_as_many_groups_of_differing_verdicts_as_asked_for_and_those_of_one_verdict_on_top(
@@ -117,9 +121,9 @@ def test_a_step_has_as_many_groups_of_differing_verdicts_as_asked_for_and_those_
     log.append([group_of(rollouts, 0), group_of(rollouts, 1), priced, unpriced])
     log.append([group_of(rollouts, number) for number in (4, 5)])
     stream = stream_over(log)
-    assert names(stream.take(2)) == ["g0", "g1", "g2"]
-    assert names(stream.take(1)) == ["g4"]
-    assert names(stream_over(log, stream.state_dict()).take(1)) == ["g5"]
+    assert names(stream.next_groups(2)) == ["g0", "g1", "g2"]
+    assert names(stream.next_groups(1)) == ["g4"]
+    assert names(stream_over(log, stream.state_dict()).next_groups(1)) == ["g5"]
     assert stream.passed == {"no_signal": 1}
 
 
@@ -127,7 +131,7 @@ def test_groups_that_the_run_had_no_need_of_are_passed_over(tmp_path: Path, roll
     log = TrajectoryLog(tmp_path)
     log.append([group_of(rollouts, 0), as_surplus(group_of(rollouts, 1)), group_of(rollouts, 2)])
     stream = stream_over(log)
-    assert names(stream.take(3)) == ["g0", "g2"]
+    assert names(stream.next_groups(3)) == ["g0", "g2"]
     assert stream.passed == {"surplus": 1}
 
 
@@ -141,9 +145,9 @@ def test_forks_of_one_session_are_prompts_of_their_own(rollouts: Rollouts) -> No
 def test_what_another_process_appends_is_seen(tmp_path: Path, rollouts: Rollouts) -> None:
     TrajectoryLog(tmp_path).append([group_of(rollouts, 0)])
     stream = stream_over(TrajectoryLog(tmp_path))
-    assert names(stream.take(5)) == ["g0"]
+    assert names(stream.next_groups(5)) == ["g0"]
     TrajectoryLog(tmp_path).append([group_of(rollouts, 1)])
-    assert names(stream.take(5)) == ["g1"]
+    assert names(stream.next_groups(5)) == ["g1"]
 
 
 def test_waiting_for_more_ends_with_the_deadline_or_at_once_when_stopped(
@@ -152,17 +156,17 @@ def test_waiting_for_more_ends_with_the_deadline_or_at_once_when_stopped(
     log = TrajectoryLog(tmp_path)
     log.append([group_of(rollouts, 0)])
     began = time.monotonic()
-    assert names(stream_over(log, wait_s=0.3).take(2)) == ["g0"]
+    assert names(stream_over(log, wait_s=0.3).next_groups(2)) == ["g0"]
     assert 0.3 <= time.monotonic() - began < 30
     stream = stream_over(log, wait_s=3600.0)
-    assert stream.take(2, lambda: True) == []
-    assert (stream.num_taken, names(stream.take(1))) == (0, ["g0"]), "what was found comes again"
+    assert stream.next_groups(2, lambda: True) == []
+    assert (stream.num_taken, names(stream.next_groups(1))) == (0, ["g0"]), "what was found comes again"
 
     def append() -> bool:
         TrajectoryLog(tmp_path).append([group_of(rollouts, 1)])
         return False
 
-    assert names(stream.take(1, append)) == ["g1"]
+    assert names(stream.next_groups(1, append)) == ["g1"]
 
 
 class _SlowLog(TrajectoryLog):
@@ -181,7 +185,7 @@ def test_reading_a_long_log_is_no_waiting_at_its_end(tmp_path: Path, rollouts: R
         TrajectoryLog(tmp_path).append([group_of(rollouts, 1)])
         return False
 
-    assert names(stream_over(log, wait_s=0.3).take(2, append)) == ["g0", "g1"]
+    assert names(stream_over(log, wait_s=0.3).next_groups(2, append)) == ["g0", "g1"]
 
 
 def test_a_part_that_is_damaged_is_refused_by_name(tmp_path: Path, rollouts: Rollouts) -> None:
@@ -189,7 +193,7 @@ def test_a_part_that_is_damaged_is_refused_by_name(tmp_path: Path, rollouts: Rol
     (part,) = tmp_path.glob("*.parquet")
     part.write_bytes(part.read_bytes()[:-9])
     with pytest.raises(StoreError) as caught:
-        stream_over(TrajectoryLog(tmp_path)).take(1)
+        stream_over(TrajectoryLog(tmp_path)).next_groups(1)
     assert caught.value.field == part.name
 
 
@@ -204,7 +208,7 @@ def test_a_cursor_that_is_none_is_refused(tmp_path: Path, state: dict[str, Any])
 def test_a_cursor_of_another_log_is_refused(tmp_path: Path, rollouts: Rollouts) -> None:
     TrajectoryLog(tmp_path / "a").append([group_of(rollouts, 0)])
     stream = stream_over(TrajectoryLog(tmp_path / "a"))
-    stream.take(1)
+    stream.next_groups(1)
     TrajectoryLog(tmp_path / "b").append([group_of(rollouts, 1)])
     with pytest.raises(CheckpointError, match="does not hold the part"):
         stream_over(TrajectoryLog(tmp_path / "b"), stream.state_dict())
@@ -229,12 +233,12 @@ def test_restarts_at_saved_cursors_lose_repeat_and_skip_nothing(
     stream = stream_over(TrajectoryLog(mixed_log))
     saved, committed, pending = stream.state_dict(), list[str](), list[str]()
     for count, saves, dies in steps:
-        pending += names(stream.take(count))
+        pending += names(stream.next_groups(count))
         if saves:
             saved, committed, pending = stream.state_dict(), [*committed, *pending], []
         if dies:
             stream, pending = stream_over(TrajectoryLog(mixed_log), saved), []
-    committed += [*pending, *names(stream.take(10))]
+    committed += [*pending, *names(stream.next_groups(10))]
     assert committed == ["g0", "g2", "g4", "g5", "g6", "g7"]
     assert stream.passed == {"no_signal": 1, "repeated": 1}
 
@@ -288,15 +292,15 @@ def test_members_that_were_stored_alone_are_joined_by_the_groups_id(tmp_path: Pa
     for group in (one[1], other[0], one[0], group_of(rollouts, 2)):
         log.append([group])
     stream = RecordedStream(log, config)
-    (joined,) = stream.take(1)
+    (joined,) = stream.next_groups(1)
     assert [member.id for member in joined.members] == [member.id for member in first.members]
     resumed = RecordedStream(log, config, stream.state_dict())
-    assert [group.id for group in resumed.take(1)] == ["g2"]
+    assert [group.id for group in resumed.next_groups(1)] == ["g2"]
     log.append([other[1]])
     again = RecordedStream(log, config, resumed.state_dict())
-    (joined,) = again.take(1)
+    (joined,) = again.next_groups(1)
     assert [member.id for member in joined.members] == [member.id for member in second.members]
-    assert not again.take(1) and not again.passed
+    assert not again.next_groups(1) and not again.passed
 
 
 def test_a_group_of_which_members_are_missing_comes_at_the_logs_end(tmp_path: Path) -> None:
@@ -306,7 +310,7 @@ def test_a_group_of_which_members_are_missing_comes_at_the_logs_end(tmp_path: Pa
         log.append([group])
     log.append([_apart(group_of(rollouts, 2))[0], group_of(rollouts, 3)])
     stream = RecordedStream(log, config)
-    assert [[group.id for group in stream.take(1)] for _ in range(4)] == [["g3"], ["g0"], ["g1"], []]
+    assert [[group.id for group in stream.next_groups(1)] for _ in range(4)] == [["g3"], ["g0"], ["g1"], []]
     assert stream.passed == {"no_signal": 1}, "a session alone teaches nothing"
 
 
@@ -325,7 +329,7 @@ def test_a_group_whose_members_still_arrive_is_waited_for(tmp_path: Path, rollou
         return False
 
     stream = stream_over(log, wait_s=0.7)
-    (group,) = stream.take(1, append)
+    (group,) = stream.next_groups(1, append)
     assert len(group.members) == 4 and not stream.passed
 
 
@@ -340,7 +344,7 @@ def test_members_of_two_tenants_are_never_joined(tmp_path: Path, rollouts: Rollo
     for group in apart[:3]:
         log.append([group])
     stream = stream_over(log)
-    assert [{member.tenant for member in group.members} for group in stream.take(1)] == [{"a"}]
+    assert [{member.tenant for member in group.members} for group in stream.next_groups(1)] == [{"a"}]
     log.append([apart[3]])
     resumed = stream_over(log, stream.state_dict())
-    assert [{member.tenant for member in group.members} for group in resumed.take(1)] == [{"b"}]
+    assert [{member.tenant for member in group.members} for group in resumed.next_groups(1)] == [{"b"}]

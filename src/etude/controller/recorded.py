@@ -132,7 +132,7 @@ class _RecordedRun:
         self._observer.stage_begins("reinforcement learning on recorded trajectories", rl.num_steps)
         exhausted = False
         while self._trainer.version.step < rl.num_steps and not self._stop:
-            groups = self._stream.take(rl.groups_per_step, lambda: bool(self._stop))
+            groups = self._stream.next_groups(rl.groups_per_step, lambda: bool(self._stop))
             if not groups:
                 exhausted = not self._stop
                 break

@@ -41,7 +41,7 @@ class PartLog(Protocol):
         ...
 
 
-class Passed(StrEnum):
+class PassedOver(StrEnum):
     """Why a group of the log was skipped. Metrics count them as `passed_<reason>`."""
 
     VERSION = "version"
@@ -72,14 +72,14 @@ class RecordedStream:
         self._group = 0
         self._prompts: set[str] = set()
         self._loaded: tuple[str, list[Group]] = ("", [])
-        self._waiting: dict[str, list[tuple[str, int, Group]]] = {}
+        self._incomplete: dict[str, list[tuple[str, int, Group]]] = {}
         """Incomplete groups by tenant and id: the members so far, each with its part and index there."""
         self._quiet_since_s: float | None = None
         """Time, by the monotonic clock, since when no new group has been found in the log."""
         if state is not None:
             self._restore(state)
 
-    def take(self, num_groups: int, stop: Callable[[], bool] = lambda: False) -> list[Group]:
+    def next_groups(self, num_groups: int, stop: Callable[[], bool] = lambda: False) -> list[Group]:
         """The groups of the next step: `num_groups` whose verdicts differ, fewer only at the log's end, and
         the groups with equal verdicts before the next such group.
 
@@ -91,8 +91,8 @@ class RecordedStream:
         before = self.state_dict()
         num_task = 0
         while True:
-            mark = self._part, self._group, dict(self._waiting)
-            group = self._next()
+            mark = self._part, self._group, dict(self._incomplete)
+            group = self._next_group()
             if mark[:2] != (self._part, self._group):
                 self._quiet_since_s = None
             if group is None:
@@ -106,16 +106,16 @@ class RecordedStream:
                         return []
                     time.sleep(_POLL_S)
                     continue
-                if not self._waiting:
+                if not self._incomplete:
                     break
-                group = _joined([one for _, _, one in self._waiting.pop(next(iter(self._waiting)))])
-            reason = self._reason(group)
+                group = _merge_groups(self._incomplete.pop(next(iter(self._incomplete))))
+            reason = self._skip_reason(group)
             if reason is not None:
                 self.passed[reason] += 1
                 continue
             if signal_of(group, self._config) is Signal.TASK:
                 if num_task == num_groups:
-                    self._part, self._group, self._waiting = mark
+                    self._part, self._group, self._incomplete = mark
                     break
                 num_task += 1
             self._prompts.add(prompt_digest(group))
@@ -128,7 +128,7 @@ class RecordedStream:
         return {
             "part": self._part,
             "group": self._group,
-            "waiting": [[part, place] for held in self._waiting.values() for part, place, _ in held],
+            "waiting": [[part, place] for members in self._incomplete.values() for part, place, _ in members],
             "prompts": sorted(self._prompts),
             "passed": {str(reason): count for reason, count in self.passed.items()},
             "num_taken": self.num_taken,
@@ -150,12 +150,12 @@ class RecordedStream:
                 received=self._part,
                 fix="resume with the log that the run began with",
             )
-        self._waiting = {}
+        self._incomplete = {}
         for part, place in waiting:
             group = self._log.read_part(part)[place]
-            self._waiting.setdefault(_joint(group), []).append((part, place, group))
+            self._incomplete.setdefault(_group_key(group), []).append((part, place, group))
 
-    def _next(self) -> Group | None:
+    def _next_group(self) -> Group | None:
         """The group at the cursor, which advances; None at the log's end. Members that were stored one by one
         are returned as a group when the last one is read."""
         while True:
@@ -165,10 +165,10 @@ class RecordedStream:
                 self._group += 1
                 if len(group.members) != 1 or group.expected == 1:
                     return group
-                held = [*self._waiting.pop(_joint(group), []), (self._part, self._group - 1, group)]
-                if len(held) == group.expected:
-                    return _joined([one for _, _, one in held])
-                self._waiting[_joint(group)] = held
+                members = [*self._incomplete.pop(_group_key(group), []), (self._part, self._group - 1, group)]
+                if len(members) == group.expected:
+                    return _merge_groups(members)
+                self._incomplete[_group_key(group)] = members
                 continue
             following = [name for name in self._log.part_names() if name > self._part]
             if not following:
@@ -180,31 +180,31 @@ class RecordedStream:
             self._loaded = (part, self._log.read_part(part))
         return self._loaded[1]
 
-    def _reason(self, group: Group) -> Passed | None:
+    def _skip_reason(self, group: Group) -> PassedOver | None:
         """Why the group is skipped; None if it is trained on."""
         stream = self._config.stream
         steps = [version.step for m in group.members if (version := m.oldest_version) is not None]
         newest = float("inf") if stream.max_step is None else stream.max_step
         if not steps or not stream.min_step <= min(steps) <= newest:
-            return Passed.VERSION
+            return PassedOver.VERSION
         if signal_of(group, self._config) is Signal.NONE:
-            return Passed.NO_SIGNAL
+            return PassedOver.NO_SIGNAL
         if is_surplus(group):
-            return Passed.SURPLUS
+            return PassedOver.SURPLUS
         if not stream.repeat_prompts and prompt_digest(group) in self._prompts:
-            return Passed.REPEATED
+            return PassedOver.REPEATED
         return None
 
 
-def _joint(group: Group) -> str:
+def _group_key(group: Group) -> str:
     """Key of the group to which a separately stored member belongs; ids are unique only within a tenant."""
     return f"{group.members[0].tenant}\n{group.id}"
 
 
-def _joined(groups: Sequence[Group]) -> Group:
-    """Merges groups of one id into one, with its members in order."""
-    members = sorted((member for group in groups for member in group.members), key=lambda one: one.id.index)
-    return replace(groups[0], members=tuple(members))
+def _merge_groups(stored: Sequence[tuple[str, int, Group]]) -> Group:
+    """Merges groups of one id, each with its part and index there, into one with its members in order."""
+    members = sorted((m for _, _, group in stored for m in group.members), key=lambda member: member.id.index)
+    return replace(stored[0][2], members=tuple(members))
 
 
 def prompt_digest(group: Group) -> str:
