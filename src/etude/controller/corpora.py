@@ -133,7 +133,7 @@ def heldout_middles(
         return []
     end_token, random = end_token_of(tokenizer), np.random.default_rng(0)
     shortened = (document.tokens[: window - RESERVED_TOKENS] for document in documents)
-    turned = [infilling.turn(tokens, end_token, 0.0, random) for tokens in shortened]
+    turned = [infilling.rearrange(tokens, end_token, 0.0, random) for tokens in shortened]
     return [
         Document(tokens, np.ones(len(tokens), np.float32), infilling.middles(tokens))
         for tokens in turned

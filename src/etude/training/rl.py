@@ -60,8 +60,8 @@ class RlTrainer:
         feedback: Feedback | None = None,
     ) -> None:
         """`lineage` names the run; version 0 is the model as given. `ranks`: the processes that train the
-        same model; every one of them takes the same groups. `offending`: where batches go whose gradient is
-        not finite. `feedback`: needed where `rl.feedback.weight` is above 0."""
+        model together; each is given the same groups. `offending`: stores batches whose gradient is not
+        finite. `feedback`: required if `rl.feedback.weight` is above 0."""
         if config.feedback.weight > 0 and feedback is None:
             raise ConfigError(
                 "textual feedback needs the renderer of the run's sessions",
@@ -78,13 +78,13 @@ class RlTrainer:
         num_updates = config.num_steps * config.updates_per_step
         self._reference = self._make_reference() if config.loss.kl_weight > 0 else None
         self.adapters = Adapters(model, config.adapter) if config.adapter.rank else None
-        """What is trained, where that is not the model itself."""
-        self._learning = self.adapters or model
+        """The trained adapters; None if the model itself is trained."""
+        self._trainable = self.adapters or model
         self._splits_batches = splits_batches(model, self._ranks)
-        self._optimizer = Optimizer(self._learning, config.optimizer, num_updates, self._ranks, offending)
+        self._optimizer = Optimizer(self._trainable, config.optimizer, num_updates, self._ranks, offending)
         self._version = PolicyVersion(lineage, 0, adapter=None if self.adapters is None else lineage)
         self._published: dict[int, str] = {}
-        """Digests of the versions that led to this one, by step."""
+        """Digests of the earlier versions of this lineage, by step."""
 
     @property
     def version(self) -> PolicyVersion:
@@ -108,11 +108,11 @@ class RlTrainer:
         meter = StepMeter(updates)
         updates = [[s for s in update if self._has_gradient(s)] for update in updates]
         ledger = RouteLedger(sequence.segment_id for update in updates for sequence in update)
-        step_feedback = StepFeedback(self._feedback, groups, limits.max_positions, len(updates))
+        feedback = StepFeedback(self._feedback, groups, limits.max_positions, len(updates))
         updates[1:] = [self._with_old_policy(update, num_threads) for update in updates[1:]]
         for number, update in enumerate(updates):
-            if update or step_feedback.examples[number]:
-                self._update(update, meter, ledger, step_feedback, number, num_threads)
+            if update or feedback.examples[number]:
+                self._update(update, meter, ledger, feedback, number, num_threads)
         ledger.close()
         adapter = self._version.adapter
         self._version = PolicyVersion(self._version.lineage, self._version.step + 1, adapter=adapter)
@@ -121,22 +121,22 @@ class RlTrainer:
             "skipped_updates": float(self._optimizer.num_skipped),
             **{f"skipped_{reason}": float(count) for reason, count in sorted(intake.skipped.items())},
             **meter.summary(self._ranks.all_reduce_),
-            **step_feedback.summary(self._ranks.all_reduce_),
+            **feedback.summary(self._ranks.all_reduce_),
         }
 
     def _make_reference(self) -> LanguageModel:
-        """What the run begins with. Beside adapters the weights stay, and are shared."""
+        """The policy at the start of RL. With adapters the base weights are frozen, and so shared."""
         if self._config.adapter.rank and isinstance(self.model, LanguageModel):
             return copy.copy(self.model)
         return self._ranks.frozen_copy(self.model)
 
     def whole_model(self) -> LanguageModel:
-        """The model with all of its weights. With several ranks: collective, a copy in host memory that only
-        the first one gets; what others get has no storage."""
+        """The unsharded model. With several ranks: collective, a copy in host memory on the first one; the
+        other ranks' copies have no storage."""
         return self._ranks.whole_model(self.model)
 
     def offload_states(self) -> None:
-        """Drops gradients, and keeps the optimiser's states in host memory until the next step."""
+        """Clears gradients, and moves the optimiser's states to host memory until the next step."""
         self._optimizer.offload()
 
     def publish(self) -> WeightManifest:
@@ -164,11 +164,11 @@ class RlTrainer:
         extra: Mapping[str, Any] | None = None,
         write: WriteCheckpoint = save_checkpoint,
     ) -> None:
-        """Writes weights, optimiser and counters: `directory` exists only when whole. `extra`: plain values
-        of the caller's, stored beside them; with several ranks, the first one's. `write`: how, perhaps while
-        training goes on.
+        """Writes weights, optimiser and counters, atomically. `extra`: plain values of the caller's to store
+        with them; with several ranks, the first one's. `write`: writes the checkpoint, perhaps while training
+        continues.
 
-        Of a model with adapters only these are stored.
+        With adapters, only these are stored, not the base model.
         """
         state: dict[str, Any] = {
             **(extra or {}),
@@ -182,7 +182,7 @@ class RlTrainer:
         write(directory, self._stored_model(), state)
 
     def restore(self, directory: Path) -> None:
-        """Reads what `save` wrote. Raises CheckpointError, and changes nothing, if it does not fit."""
+        """Loads a checkpoint of `save`. Raises CheckpointError, and changes nothing, if it does not fit."""
         stored = load_stored(directory, self._stored_model(), self._parts_of_state())
         model, state = stored.model, stored.state
         if state is None or "optimizer" not in state:
@@ -209,12 +209,12 @@ class RlTrainer:
             self._ranks.load_weights(self._reference, state["reference"])
 
     def _stored_model(self) -> AnyModel | ModelShards | None:
-        """What a checkpoint takes of the model: nothing where adapters are trained."""
+        """The model as a checkpoint stores it: nothing of it if adapters are trained."""
         stored = self._ranks.stored(self.model)
         return stored if self.adapters is None else without_model(stored)
 
     def _parts_of_state(self) -> dict[str, Any]:
-        """What of the state is large: with several ranks, what lies here."""
+        """The large tensors of the state: with several ranks, this rank's shards."""
         state: dict[str, Any] = {"optimizer": self._optimizer.state_dict()}
         if self._reference is not None and self.adapters is None:
             state["reference"] = self._ranks.stored(self._reference).state_dict()
@@ -225,16 +225,16 @@ class RlTrainer:
         update: Update,
         meter: StepMeter,
         ledger: RouteLedger,
-        step_feedback: StepFeedback,
+        feedback: StepFeedback,
         number: int,
         num_threads: int,
     ) -> None:
-        """The optimiser update of this number."""
+        """Computes and applies optimiser update `number` of the step."""
         num_tokens = sum(len(sequence.tokens) for sequence in update)
         shares = self._shares(update)
         own = {index for share in shares if share.weight for index in share.indices}
         for index in set(range(len(update))) - own:
-            ledger.consume(update[index].segment_id)  # another rank's
+            ledger.consume(update[index].segment_id)  # trained on by another rank
 
         def compute(share: Share) -> tuple[Tensor, None]:
             sequences = [update[index] for index in share.indices]
@@ -244,11 +244,9 @@ class RlTrainer:
             batch_share = sum(len(sequence.tokens) for sequence in sequences) / num_tokens
             return self._loss(sequences, share.weight, batch_share, meter), None
 
-        add_gradients(self._learning, compute, shares, num_threads)
+        add_gradients(self._trainable, compute, shares, num_threads)
         config = self._config
-        step_feedback.add_gradients(
-            number, self.model, self._ranks, config.micro_batch_tokens, config.temperature
-        )
+        feedback.add_gradients(number, self.model, self._ranks, config.micro_batch_tokens, config.temperature)
         norm = self._optimizer.step(
             lambda: describe_batch(update[index] for index in sorted(own)), num_threads
         )
@@ -273,7 +271,7 @@ class RlTrainer:
         return sequence.has_advantage or (self._config.loss.kl_weight > 0 and sequence.num_trained > 0)
 
     def _with_old_policy(self, update: Update, num_threads: int) -> Update:
-        """A later update's sequences, with what the weights make of them before the first update."""
+        """A later update's sequences with log-probabilities and routes as before the first update."""
         replays_own = self._config.router_replay == "r2" and ModelLimits.of(self.model).routes is not None
         if not update or not (self._config.loss.needs_proximal or replays_own):
             return update
@@ -291,10 +289,9 @@ class RlTrainer:
     def _loss(
         self, sequences: Sequence[TrainingSequence], weight: float, batch_share: float, meter: StepMeter
     ) -> Tensor:
-        """The loss of one micro-batch, which holds `batch_share` of the update's tokens; several threads may
-        each compute one.
+        """The loss of one micro-batch, which has `batch_share` of the update's tokens; thread-safe.
 
-        With weight 0 it only keeps step with other ranks.
+        With weight 0 it only takes part in the collective operations of the other ranks.
         """
         config = self._config
         batch = PackedSequences.pack([s.tokens for s in sequences], device_of(self.model))
@@ -314,7 +311,7 @@ class RlTrainer:
         reference = None
         if self._reference is not None:
             with torch.no_grad():
-                # Its router chooses: the records are the present policy's experts.
+                # Its router chooses: the recorded routes are the current policy's.
                 reference, _ = packed_logprobs(
                     self._reference, batch, targets, temperature=config.temperature
                 )

@@ -84,7 +84,7 @@ def test_what_ranks_have_told_each_other_is_not_kept_for_good(team: Team[Any]) -
     def num_kept_after(num_calls: int) -> int:
         for _ in range(num_calls):
             team.call(Counter.add, 1)
-        return team._seat.store.num_keys()
+        return team._member.store.num_keys()
 
     assert num_kept_after(4) == num_kept_after(20)
 

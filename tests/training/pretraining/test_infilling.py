@@ -22,7 +22,7 @@ def test_the_parts_are_the_document(text: str, seed: int, spm: float) -> None:
     tokenizer = tiny_tokenizer()
     end = tokenizer.control_id(END_TOKEN)
     tokens = np.append(tokenizer.encode(text), np.int32(end)).astype(np.int32)
-    turned = Infilling.of(tokenizer).turn(tokens, end, spm, np.random.default_rng(seed))
+    turned = Infilling.of(tokenizer).rearrange(tokens, end, spm, np.random.default_rng(seed))
     if turned is None:
         assert len(text) < 3
         return

@@ -132,7 +132,7 @@ def find_resumable(latest: Path, metrics: MetricSink, observer: Observer) -> Pat
     if partial_of(latest).exists():
         flaws.append(FileFlaw(partial_of(latest), Flaw.UNFINISHED))
     if flaws:
-        _report_skipped(flaws, found, metrics, observer)
+        _report(flaws, found, metrics, observer)
     for path in damaged:
         _quarantine(path, latest.with_name(DAMAGED) / path.name)
     if found == replaced:
@@ -141,9 +141,7 @@ def find_resumable(latest: Path, metrics: MetricSink, observer: Observer) -> Pat
     return found
 
 
-def _report_skipped(
-    flaws: list[FileFlaw], found: Path | None, metrics: MetricSink, observer: Observer
-) -> None:
+def _report(flaws: list[FileFlaw], found: Path | None, metrics: MetricSink, observer: Observer) -> None:
     for flaw in flaws:
         observer.say(f"passing over a checkpoint that is {flaw.flaw}: {flaw.file}")
     counts = Counter(f"skipped_{flaw.flaw}" for flaw in flaws)

@@ -94,8 +94,7 @@ class ModelSummary:
 
 
 def describe_model(directory: Path) -> ModelSummary:
-    """Summarises a Hugging Face directory. Raises CheckpointError or ConfigError for a configuration or a
-    tokenizer that cannot be read."""
+    """Raises CheckpointError or ConfigError for a configuration or a tokenizer that cannot be read."""
     architecture, parameters, foreign = "", 0, ""
     try:
         fields = read_fields(directory / "config.json")

@@ -47,7 +47,7 @@ def write_shards(directory: Path, shards: Shards, group: dist.ProcessGroup) -> d
         str(directory / SHARDS), _file_numbers(shards, FILE_BYTES * group.size()), save_distributed=True
     )
     with translate_full_disk(directory):
-        _run_distributed(lambda: save(dict(shards), storage_writer=writer, process_group=group))
+        _collective(lambda: save(dict(shards), storage_writer=writer, process_group=group))
     own = f"shard-{group.rank() + 1:05d}-*"
     hashes = run_on_all_ranks(
         group, lambda: {f"{SHARDS}/{file.name}": digest_of(file) for file in (directory / SHARDS).glob(own)}
@@ -71,9 +71,7 @@ def read_shards(
     wanted: dict[str, Any] = {key: tensor for key, tensor in found.items() if tensor.device.type != "meta"}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # intended
-        _run_distributed(
-            lambda: load(wanted, storage_reader=reader, process_group=group, no_dist=group is None)
-        )
+        _collective(lambda: load(wanted, storage_reader=reader, process_group=group, no_dist=group is None))
     return found
 
 
@@ -111,8 +109,8 @@ def _file_numbers(shards: Shards, most_bytes: int) -> dict[str, int]:
     return numbers
 
 
-def _run_distributed(act: Callable[[], object]) -> None:
-    """Calls `act`, an operation of torch.distributed.checkpoint, and translates its errors.
+def _collective(act: Callable[[], object]) -> None:
+    """Calls `act`, an operation of torch.distributed.checkpoint; all ranks raise if it fails on any.
 
     Raises OSError for a full disk, otherwise StoreError; RankError if a rank is lost.
     """

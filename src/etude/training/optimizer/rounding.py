@@ -17,8 +17,7 @@ _DROPPED_BITS = 16
 
 
 class Rounding:
-    """Writes float32 values into tensors of any type, with noise that depends only on the step, the part and
-    the number of calls."""
+    """Writes float32 values into tensors of any type; the noise depends only on step, part and call count."""
 
     def __init__(self, step: int, part_of: Callable[[str], int]) -> None:
         """`part_of`: index of the part of a parameter that this rank holds. Ranks that hold the same part
@@ -40,8 +39,7 @@ class Rounding:
 
 
 def round_stochastically(values: Tensor, generator: torch.Generator) -> Tensor:
-    """Rounds float32 values to one of the two bfloat16 neighbours, with a probability that falls linearly
-    with the distance; exact ones are unchanged."""
+    """values float32 -> bfloat16: one of the two neighbours, more often the nearer; exact ones stay."""
     bits = values.contiguous().view(torch.int32)
     noise = torch.randint(
         0, 1 << _DROPPED_BITS, bits.shape, dtype=torch.int32, device=bits.device, generator=generator

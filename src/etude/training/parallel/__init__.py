@@ -1,4 +1,4 @@
-"""Many processes that train one model; one process needs nothing of it."""
+"""Distributed training of one model by several processes; a single process uses `SingleRank` alone."""
 
 from etude.training.parallel.ranks import Ranks, Share, SingleRank
 

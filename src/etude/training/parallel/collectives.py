@@ -1,9 +1,9 @@
 """Sums and exchanges between ranks, in a fixed order.
 
 A library's own all-reduce adds in an order that depends on the number of ranks, the tensor's size and the
-algorithm it picks. Here every element is added in the order of ranks, on one rank, and handed out again: the
-traffic is the same as a ring's, and the bits are those of one process that adds the same terms one after the
-other. `None` in place of a group is a group of one.
+algorithm it picks. Here every element is summed in the order of ranks, on one rank, and sent to the others:
+the traffic is that of a ring, and the result is bitwise that of one process that adds the same terms one
+after the other. A group may be `None`: this process alone.
 """
 
 from __future__ import annotations
@@ -17,33 +17,33 @@ import torch.distributed as dist
 from torch import Tensor
 
 Group = dist.ProcessGroup | None
-"""Ranks that speak with each other; None is this process alone."""
+"""Ranks that communicate with each other; None is this process alone."""
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 # The second is its name before PyTorch 2.13.
 
 BUCKET_BYTES = 32 << 20
-"""Gradients are summed in buffers of about this size."""
+"""Approximate size of the buffers in which gradients are summed."""
 
 
 def group_size(group: Group) -> int:
-    """How many ranks there are in a group."""
+    """Number of ranks in a group."""
     return 1 if group is None else group.size()
 
 
 def group_rank(group: Group) -> int:
-    """This rank's place in a group."""
+    """This process' rank in a group."""
     return 0 if group is None else group.rank()
 
 
 def sum_in_order(tensor: Tensor, group: Group) -> None:
-    """Replaces `tensor` by its sum over the group, added in the order of ranks, on every rank."""
+    """All-reduces `tensor` in place: its sum over the group, added in the order of ranks."""
     if group_size(group) > 1:
         tensor.copy_(summed_in_order(tensor, group))
 
 
 def summed_in_order(tensor: Tensor, group: Group) -> Tensor:
-    """The sum over the group, of more than one, added in the order of ranks, on every rank. No gradient."""
+    """The sum over a group of several ranks, added in the order of ranks, on every rank. No gradient."""
     flat = tensor.reshape(-1)
     padded = torch.nn.functional.pad(flat, (0, -len(flat) % group_size(group)))
     part = torch.empty(len(padded) // group_size(group), dtype=flat.dtype, device=flat.device)
@@ -66,7 +66,7 @@ def sum_all_in_order(tensors: Sequence[Tensor], group: Group) -> None:
 
 
 def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Neighbours of one type, up to BUCKET_BYTES together (or one tensor)."""
+    """Runs of tensors of one type, up to BUCKET_BYTES together (or one tensor)."""
     for _, same_type in groupby(tensors, key=lambda tensor: tensor.dtype):
         bucket: list[Tensor] = []
         for tensor in same_type:
@@ -78,7 +78,7 @@ def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def _reduce_scatter(part: Tensor, whole: Tensor, group: Group) -> None:
-    """Sums `whole` [size * n] over ranks in their order; this rank's `part` [n] of it."""
+    """Sums `whole` [size * n] over ranks, in their order, into this rank's `part` [n]."""
     terms = torch.empty_like(whole)
     dist.all_to_all_single(terms, whole, group=group)
     first, *rest = terms.view(group_size(group), -1)
@@ -88,7 +88,7 @@ def _reduce_scatter(part: Tensor, whole: Tensor, group: Group) -> None:
 
 
 class OrderedReduceScatter:
-    """What FSDP2 sums gradients with, in the order of ranks."""
+    """Reduce-scatter of gradients for FSDP2, summing in the order of ranks."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Memory for FSDP2's buffers."""
@@ -102,7 +102,7 @@ class OrderedReduceScatter:
         op: object,
         async_op: bool = False,
     ) -> None:
-        """Sums, whatever `op` says: losses are divided by what the whole batch counts already."""
+        """Always sums, also if `op` is the mean: losses are already divided by the whole batch's count."""
         _reduce_scatter(output_tensor, input_tensor, group)
 
 
@@ -117,7 +117,7 @@ def gather_rows(rows: Tensor, group: Group) -> Tensor:
 
 
 def _gather_ragged(rows: Tensor, counts: Sequence[int], group: Group) -> Tensor:
-    """`gather_rows` where every rank knows how many each has."""
+    """`gather_rows` for row counts that are known to every rank."""
     longest = max(counts)
     padded = rows.new_zeros((longest, *rows.shape[1:]))
     padded[: len(rows)] = rows
@@ -128,7 +128,7 @@ def _gather_ragged(rows: Tensor, counts: Sequence[int], group: Group) -> Tensor:
 
 
 class _Exchange(torch.autograd.Function):
-    """Rows to other ranks; backward, their gradients come home."""
+    """All-to-all of rows; the backward pass returns their gradients to the senders."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: Group) -> Tensor:
@@ -147,8 +147,8 @@ def _exchange_rows(rows: Tensor, sent: list[int], received: list[int], group: Gr
 
 
 def exchange(rows: Tensor, sent: list[int], received: list[int], group: Group) -> Tensor:
-    """rows [sum(sent), ...]: the first `sent[0]` go to rank 0, and so on -> [sum(received), ...], those of
-    rank 0 first. Differentiable; every rank must take part, also backward."""
+    """All-to-all. rows [sum(sent), ...]: the first `sent[0]` go to rank 0, and so on -> [sum(received), ...],
+    those of rank 0 first. Differentiable; collective, also in the backward pass."""
     return cast(Tensor, _Exchange.apply(rows, sent, received, group))
 
 
@@ -160,7 +160,7 @@ def exchange_counts(counts: Tensor, group: Group) -> Tensor:
 
 
 class _GatherParts(torch.autograd.Function):
-    """Rows of all ranks; backward, a rank's gradient is the sum over those who used its rows."""
+    """All-gather of rows; backward, a rank's gradient is the sum over the ranks that used its rows."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, counts: list[int], group: Group, shared: bool) -> Tensor:
@@ -183,9 +183,9 @@ class _GatherParts(torch.autograd.Function):
 
 
 def gather_parts(rows: Tensor, counts: list[int], group: Group, *, shared: bool) -> Tensor:
-    """rows [counts[rank], ...] -> those of all ranks [sum(counts), ...]. Differentiable.
+    """All-gather. rows [counts[rank], ...] -> those of all ranks [sum(counts), ...]. Differentiable.
 
-    `shared`: every rank computes the same from the result, so a part's gradient is what its own rank finds.
-    Otherwise each computes something else, and a part's gradient is the sum of all of theirs.
+    `shared`: every rank computes the same from the result, so a part's gradient is the one on its own rank.
+    Otherwise ranks compute different things, and a part's gradient is the sum over all of them.
     """
     return cast(Tensor, _GatherParts.apply(rows, counts, group, shared))

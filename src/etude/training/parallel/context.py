@@ -1,10 +1,10 @@
-"""Context parallelism: ranks share the rows of a packed batch, so that one long sequence fits.
+"""Context parallelism: ranks divide the rows of a packed batch, so that one long sequence fits.
 
-Every rank computes its rows through all layers; in attention, it sees the keys and values of all, gathered
+Every rank computes its rows through all layers; in attention, it uses the keys and values of all, gathered
 layer by layer (Llama 3 herd of models, 2024). Long sequences are cut into 2C pieces, and rank c takes pieces
-c and 2C-1-c, so that early rows, which see little, and late ones, which see much, are shared alike. Short
-sequences stay whole. Log-probabilities are gathered at the end: every rank computes the same loss, and
-gradients of weights, found from its own rows, are summed over ranks.
+c and 2C-1-c, which balances early rows, which attend to few, and late ones, which attend to many. Short
+sequences are not cut. Log-probabilities are gathered at the end: every rank computes the same loss, and
+gradients of weights, from its own rows, are summed over ranks.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ from etude.training.parallel.collectives import Group, gather_parts, gather_rows
 from etude.training.parallel.wrapped import WrappedOps
 
 MIN_PIECE_TOKENS = 64
-"""Sequences are cut only where every piece has so many tokens."""
+"""Minimum length of a piece: shorter sequences are not cut."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Some rows of one sequence."""
+    """A run of rows of one sequence."""
 
     start: int
     """First row of the sequence in the packed batch."""
     begin: int
     """First position in the sequence."""
     end: int
-    """Last position and one."""
+    """Position after the last."""
 
 
 @lru_cache(maxsize=64)
 def cut_pieces(
     lengths: tuple[int, ...], num_ranks: int, min_piece: int = MIN_PIECE_TOKENS
 ) -> list[list[Piece]]:
-    """The pieces of each rank, in packed order. A fixed function of the arguments."""
+    """The pieces of each rank, in packed order. A deterministic function of the arguments."""
     pieces: list[list[Piece]] = [[] for _ in range(num_ranks)]
     costs = [0.0] * num_ranks
     start = 0
@@ -71,12 +71,12 @@ def piece_rows(pieces: Sequence[Piece]) -> Tensor:
 
 
 class ContextParallelOps(WrappedOps):
-    """Ops whose `split_rows` shares a batch's rows with other ranks; all else is `inner`'s."""
+    """Ops whose `split_rows` divides a batch's rows among ranks; other operations are `inner`'s."""
 
     def __init__(
         self, inner: Ops, group: Group, num_moe_layers: int, min_piece: int = MIN_PIECE_TOKENS
     ) -> None:
-        """`num_moe_layers`: layers that route; the last of them computes the wanted rows only."""
+        """`num_moe_layers`: number of layers that route; the last computes the wanted rows only."""
         super().__init__(inner)
         self._group = group
         self._num_moe_layers = num_moe_layers
@@ -92,7 +92,7 @@ class ContextParallelOps(WrappedOps):
         lengths: Sequence[int],
         compute: Callable[[PackedRows], tuple[Tensor, Tensor]],
     ) -> tuple[Tensor, Tensor]:
-        """See Ops. Collective, backward too."""
+        """See Ops. Collective, also in the backward pass."""
         pieces = cut_pieces(tuple(lengths), group_size(self._group), self._min_piece)
         split = _Split(pieces, rows.wanted, len(rows.tokens), self._group)
         statistics = None if rows.statistics is None else RouterStatistics([], [])
@@ -113,20 +113,20 @@ class ContextParallelOps(WrappedOps):
 
 
 class _Split:
-    """Which rows of one batch each rank computes, and how parts become the whole."""
+    """The division of one batch's rows over ranks, and its inverse."""
 
     def __init__(self, pieces: list[list[Piece]], wanted: Tensor, num_rows: int, group: Group) -> None:
-        """`wanted` [N]: of all ranks, as rows of the batch."""
+        """`wanted` [N]: the wanted rows of the batch, of all ranks."""
         self.group = group
         device = wanted.device
-        by_rank = [piece_rows(one).to(device) for one in pieces]
+        by_rank = [piece_rows(own).to(device) for own in pieces]
         self.row_counts = [len(rows) for rows in by_rank]
         self.num_own_rows = self.row_counts[group_rank(group)]
-        # A rank without rows, or without predictions, computes one that nobody sees: the others need it in
-        # every exchange, also backward.
+        # A rank without rows, or without predictions, computes one whose result is discarded: the others need
+        # it in every collective operation, also in the backward pass.
         self.pieces = pieces[group_rank(group)] or [Piece(0, 0, 1)]
         self.rows = piece_rows(self.pieces).to(device)
-        """[T'] rows of the batch that are computed here."""
+        """[T'] rows of the batch that this rank computes."""
         self.row_order = torch.cat(by_rank)
         self.row_places = _inverse(self.row_order)
         owner = torch.repeat_interleave(
@@ -140,17 +140,17 @@ class _Split:
         place = torch.zeros(num_rows, dtype=torch.int64, device=device)
         place[self.rows] = torch.arange(len(self.rows), device=device)
         self.predictions = own if len(own) else order[:1]
-        """[N'] which predictions are made here."""
+        """[N'] predictions that this rank makes."""
         self.wanted = place[wanted[own]] if len(own) else place[self.rows[:1]]
-        """[N'] from which of the rows here."""
+        """[N'] the index, among this rank's rows, of the row that each prediction is made from."""
 
     def join(self, values: Tensor) -> Tensor:
-        """values [N'] -> [N], for a loss that every rank computes alike."""
+        """values [N'] -> [N], for a loss that every rank computes identically."""
         parts = gather_parts(values[: self.num_own], self.prediction_counts, self.group, shared=True)
         return permute(parts, self.prediction_places, self.prediction_order)
 
     def join_rows(self, values: Tensor) -> Tensor:
-        """values [T', ...] -> [T, ...] in the batch's order, for ranks that each use them for their own."""
+        """values [T', ...] -> [T, ...] in the batch's order, which each rank uses for its own rows."""
         own = values[: self.num_own_rows].contiguous()
         parts = gather_parts(own, self.row_counts, self.group, shared=False)
         return permute(parts, self.row_places, self.row_order)
@@ -163,9 +163,9 @@ class _SplitAttention:
         self._split = split
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """See Attention; all of T' rows."""
+        """See Attention; the arguments have T' rows."""
         value_dim, dim = value.shape[-1], key.shape[-1]
-        if value_dim < dim:  # fused kernels want one width
+        if value_dim < dim:  # fused kernels require equal widths
             value = F.pad(value, (0, dim - value_dim))
         keys, values = self._split.join_rows(torch.cat((key, value), dim=1)).chunk(2, dim=1)
         sizes = [piece.end - piece.begin for piece in self._split.pieces]
@@ -188,7 +188,7 @@ def _attend_piece(piece: Piece, query: Tensor, keys: Tensor, values: Tensor) -> 
 
 
 class _SplitRoutes:
-    """Lets another Routes choose for the rows of all ranks, and hands out this rank's. Implements Routes."""
+    """Selects routes with `inner` for the rows of all ranks, and returns this rank's. Implements Routes."""
 
     def __init__(self, inner: Routes[Tensor], split: _Split, num_moe_layers: int) -> None:
         self._inner = inner
@@ -207,7 +207,7 @@ class _SplitRoutes:
 
 
 def _add_up(own: RouterStatistics, total: RouterStatistics, split: _Split) -> None:
-    """Means over this rank's rows -> over all ranks'; differentiable, each rank in what it computed."""
+    """Means over this rank's rows -> over all ranks'; each rank's own rows are differentiable."""
     size = group_size(split.group)
     last = len(own.shares) - 1
     for layer, (probability, share) in enumerate(zip(own.probabilities, own.shares, strict=True)):

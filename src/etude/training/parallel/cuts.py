@@ -1,11 +1,11 @@
-"""Which part of each weight a tensor rank has (Megatron-LM, Shoeybi et al. 2019).
+"""How tensor parallelism divides each weight (Megatron-LM, Shoeybi et al. 2019).
 
-    qkv, gate and up      columns of the product: heads, and inner units     ──┐ nothing travels between
-    out, down             rows of the product: the sum over ranks is whole   <─┘
+    qkv, gate and up      columns of the product: heads, and inner units     ──┐ no communication between
+    out, down             rows of the product, which is summed over ranks    <─┘
     embedding, head       tokens of the vocabulary
-    norms, routers, what all heads share       whole on every rank
+    norms, routers, weights shared by all heads     replicated
 
-A projection that stands for several, one after the other, is cut within each of them.
+A fused projection, which concatenates several, is cut within each of them.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ class Cut:
 
     dim: int
     sections: tuple[int, ...]
-    """Sizes along `dim` of what is cut by itself; together the whole."""
+    """Sizes along `dim` of the sections that are cut separately; their sum is the whole size."""
 
     @property
     def is_run(self) -> bool:
-        """Whether each part is a run of the whole's rows."""
+        """Whether each part is a contiguous run of the whole's rows."""
         return self.dim == 0 and len(self.sections) == 1
 
     def part(self, whole: Tensor, count: int, index: int) -> Tensor:
@@ -50,13 +50,13 @@ class Cut:
 
 
 def run_of(whole: Tensor, count: int, index: int, dim: int = 0) -> Tensor:
-    """Part `index` of `count` as `torch.chunk` cuts; perhaps nothing of it."""
+    """Part `index` of `count` as `torch.chunk` cuts; may be empty."""
     start, stop = run_bounds(whole.shape[dim], count, index)
     return whole.narrow(dim, start, stop - start)
 
 
 def run_bounds(size: int, count: int, index: int) -> tuple[int, int]:
-    """Where part `index` of `count` begins and ends."""
+    """Start and end of part `index` of `count`."""
     step = -(-size // count)
     return min(index * step, size), min((index + 1) * step, size)
 
@@ -93,11 +93,11 @@ def cuts_of(config: ModelConfig, vocab_size: int) -> Mapping[str, Cut]:
 
 
 def name_within(name: str) -> str:
-    """`blocks.3.mlp.down` -> `mlp.down`; what is not in a block keeps its name."""
+    """`blocks.3.mlp.down` -> `mlp.down`; names outside of blocks are unchanged."""
     return name.split(".", 2)[2] if name.startswith("blocks.") else name
 
 
 def is_seen_in_parts(name: str, config: ModelConfig) -> bool:
-    """Whether a weight that is whole on every rank is used for that rank's heads alone: its gradient is then
-    the sum over tensor ranks. That of any other whole weight is the same on each of them."""
+    """Whether each rank uses a replicated weight for its own heads only: its gradient is then the sum over
+    tensor ranks. The gradient of any other replicated weight is the same on all of them."""
     return not config.is_latent and name_within(name) in ("query_norm", "key_norm")

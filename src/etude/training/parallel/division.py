@@ -1,4 +1,4 @@
-"""What can be said of a division before any process is started."""
+"""Checks whether a model can be divided as configured, before any process is started."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from etude.config.parallel import ParallelConfig
 from etude.errors import ConfigError
 
 _MULTIPLE = 4
-"""Of inner widths, also of their parts: grouped matrix products want it."""
+"""Inner widths and their parts must be multiples of this: grouped matrix products require it."""
 
 
 def check_division(model: ModelConfig, parallel: ParallelConfig) -> None:
-    """Raises ConfigError if a model's experts, heads or inner widths cannot be divided as asked."""
+    """Raises ConfigError if a model's experts, heads or inner widths cannot be divided as configured."""
     _check_experts(model, parallel.expert)
     if parallel.tensor > 1:
         _check_tensor(model, parallel.tensor)
@@ -48,7 +48,7 @@ def _check_tensor(model: ModelConfig, parts: int) -> None:
 
 
 def _inner_widths(model: ModelConfig) -> dict[str, int]:
-    """Those that the architecture has, by the configuration's names."""
+    """The inner widths of the architecture, by the configuration's names."""
     widths: dict[str, int] = {}
     if model.num_moe_layers < model.num_layers:
         widths["model.intermediate_size"] = model.intermediate_size

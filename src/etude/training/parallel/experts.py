@@ -1,13 +1,12 @@
-"""Expert parallelism: each rank has some of a layer's experts, and tokens travel to those they chose.
+"""Expert parallelism: each rank has some of a layer's experts, and tokens are sent to those they chose.
 
     copies of this rank's rows, by expert ──all-to-all──> rows for this rank's experts, from every rank
                                                               │ the ordinary experts
     weighted sum per row, in the order of choice <──all-to-all┘
 
-A rank routes its own tokens, natively or by replay, before anything travels: where a token goes is decided
-where it would be without other ranks. Backward, gradients of rows take the same way home; an expert's
-gradient is whole on the rank that has it. GShard (Lepikhin et al. 2020) without capacities: no token is
-dropped.
+A rank routes its own tokens, natively or by replay, before any are sent, exactly as it would without other
+ranks. In the backward pass, gradients of rows are sent back the same way; an expert's gradient is complete on
+the rank that has it. GShard (Lepikhin et al. 2020) without capacities: no token is dropped.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ from etude.training.parallel.wrapped import WrappedOps
 
 
 class ExpertParallelOps(WrappedOps):
-    """Ops whose `experts` have only their share of the experts' weights; all else is `inner`'s."""
+    """Ops whose `experts` uses this rank's experts only; other operations are `inner`'s."""
 
     def __init__(self, inner: Ops, group: Group, num_experts: int) -> None:
-        """`num_experts`: of a whole layer; they are dealt out in runs, in the order of ranks."""
+        """`num_experts`: of a whole layer; each rank has a contiguous run of them, in the order of ranks."""
         super().__init__(inner)
         self._group = group
         self._num_experts = num_experts
@@ -46,7 +45,8 @@ class ExpertParallelOps(WrappedOps):
         return torch.bmm(weights.to(x.dtype).unsqueeze(1), mixed).squeeze(1)
 
     def _mix(self, rows: Tensor, gate_up: Tensor, down: Tensor, arriving: Tensor) -> Tensor:
-        """rows [R, width], by source and then by expert, as many as `arriving` [ranks, local experts]."""
+        """Applies the local experts to rows [R, width], sorted by source rank, then by expert; `arriving`
+        [ranks, local experts]: their counts."""
         if not len(
             rows
         ):  # the weights' gradients must be zeros, not missing: other ranks sum theirs with them

@@ -1,8 +1,8 @@
-"""Which part of each parameter lies in this process, for an optimiser that updates parts.
+"""Which part of each parameter this process holds, for an optimiser that updates parts.
 
-Element-wise rules (AdamW, decay, momentum) work on the part as it is. A rule that needs whole matrices (Muon)
-asks the layout to bring rows together, each matrix on one rank. States are saved under the
-parameter's name, with their place in the whole, so that any other number of ranks can take them up.
+Element-wise algorithms (AdamW, decay, momentum) update the part as it is. For one that needs whole matrices
+(Muon), the layout gathers rows, each matrix on one rank. States are saved under the parameter's name, with
+their position in the whole tensor, so that any other number of ranks can load them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 
 class Layout(Protocol):
-    """Where the parameters of one model lie. Parameters go by their names in the model."""
+    """The sharding of one model's parameters, which are identified by their names in the model."""
 
     @property
     def parts(self) -> Mapping[str, Tensor]:
@@ -24,23 +24,23 @@ class Layout(Protocol):
 
     @property
     def shapes(self) -> Mapping[str, torch.Size]:
-        """The trainable parameters' shapes, whole."""
+        """The trainable parameters' unsharded shapes."""
         ...
 
     def part_index(self, name: str) -> int:
-        """Which part of the parameter `name` lies here: equal on processes that hold the same."""
+        """Index of this process' part of the parameter `name`: equal on processes that hold the same part."""
         ...
 
     def gradients(self) -> dict[str, Tensor | None]:
-        """The gradients of `parts`, sharing memory with the model's; None where there is none."""
+        """The gradients of `parts`, sharing memory with the model's; None for a part without one."""
         ...
 
     def clear_gradients(self) -> None:
-        """Drops all gradients."""
+        """Sets all gradients to None."""
         ...
 
     def clip_norm(self, max_norm: float) -> float:
-        """Scales all gradients down to a global norm, which is returned as it was before."""
+        """Clips the gradients to a global norm of `max_norm`; returns the norm before clipping."""
         ...
 
     def map_matrices(
@@ -49,13 +49,13 @@ class Layout(Protocol):
         """Applies `function` ([B, m, n] -> [B, m, n]) to the whole matrices of which `parts` are parts.
 
         `parts[i]` is shaped like this process' part of the parameter `names[i]`, [m, n] or [B, m, n]; so is
-        what comes back. All of one call have the same m and n when whole.
+        the result. All of one call have the same unsharded m and n.
         """
         ...
 
     def stored(self, name: str, part: Tensor) -> Tensor:
-        """A tensor shaped like this process' part of the parameter `name` -> what a checkpoint takes: with
-        its place in the whole, which it shares memory with where that can be."""
+        """A tensor shaped like this process' part of the parameter `name` -> a tensor for a checkpoint, with
+        its position in the whole; shares memory with `part` if possible."""
         ...
 
     def gather(self, name: str, part: Tensor) -> Tensor:
@@ -63,12 +63,12 @@ class Layout(Protocol):
         ...
 
     def cut(self, name: str, whole: Tensor) -> Tensor:
-        """A whole tensor shaped like the parameter `name`, or what `stored` gives -> this process' part."""
+        """A whole tensor shaped like the parameter `name`, or one from `stored` -> this process' part."""
         ...
 
 
 class WholeLayout:
-    """Everything lies here. Implements Layout."""
+    """The layout of an unsharded model. Implements Layout."""
 
     def __init__(self, model: nn.Module) -> None:
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -91,8 +91,8 @@ class WholeLayout:
     def map_matrices(
         self, names: Sequence[str], parts: Sequence[Tensor], function: Callable[[Tensor], Tensor]
     ) -> list[Tensor]:
-        """See Layout. All matrices go through `function` in one batch: small ones cost more to start than
-        to compute."""
+        """See Layout. `function` is applied to all matrices in one batch: for small ones, launching an
+        operation costs more than its arithmetic."""
         return batched(parts, function)
 
     def stored(self, name: str, part: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Brings matrices together of which several ranks have parts, each on one rank, and sends them back.
+"""Gathers matrices of which several ranks have parts, each on one rank, and returns the parts.
 
 parts of matrices ──all-to-all──> whole matrices, dealt out in turn ──function──> all-to-all ──> parts
 """
@@ -25,7 +25,7 @@ Function = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class _Seam:
-    """How one matrix is cut: what tensor ranks divide first, then rows by FSDP."""
+    """How one matrix is sharded: by tensor ranks first, then its rows by FSDP."""
 
     cut: Cut | None
     tensor: int
@@ -39,7 +39,7 @@ class _Seam:
         return [run_of(part, self.fsdp, i) for i in range(self.fsdp) for part in by_tensor]
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
-        """What `split` gives -> the matrix."""
+        """The inverse of `split`."""
         by_tensor = [torch.cat(tuple(parts[i :: self.tensor])) for i in range(self.tensor)]
         return by_tensor[0] if self.cut is None else self.cut.join(by_tensor)
 
@@ -52,7 +52,7 @@ def map_matrices(
     places: Places,
     mesh: Mesh,
 ) -> list[Tensor]:
-    """See Layout.map_matrices; `shape` [m, n] of all matrices when whole. Collective."""
+    """See Layout.map_matrices; `shape`: [m, n] of all matrices, unsharded. Collective."""
     results = list(parts)
     kinds: dict[tuple[str, ...], list[int]] = {}
     for i, (name, part) in enumerate(zip(names, parts, strict=True)):
@@ -76,7 +76,7 @@ def map_matrices(
 
 
 def _axes_within(name: str, part: Tensor, places: Places, mesh: Mesh) -> tuple[str, ...]:
-    """Along which axes single matrices of a parameter are cut; the others cut stacks between matrices."""
+    """The axes that cut single matrices of a parameter; other axes cut stacks between matrices."""
     cut = places.cut(name)
     axes = {"fsdp"} if part.ndim == 2 else set()
     if cut is not None and (part.ndim == 2 or cut.dim > 0):

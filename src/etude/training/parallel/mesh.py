@@ -1,10 +1,10 @@
-"""The mesh of ranks: who divides what with whom.
+"""The device mesh: the arrangement of ranks along the axes of parallelism.
 
     rank = (((replicate * F + fsdp) * E + expert) * C + context) * T + tensor
 
-Neighbours share the most: tensor ranks add up the parts of every product, context ranks hold parts of the
-same sequences, expert ranks send each other tokens in every layer, FSDP ranks gather weights layer by layer,
-replicas meet once per update.
+Neighbouring ranks communicate the most: tensor ranks sum the parts of every product, context ranks hold parts
+of the same sequences, expert ranks exchange tokens in every layer, FSDP ranks gather weights layer by layer,
+replicas communicate once per update.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _WRITING = timedelta(hours=1)
 
 
 class Mesh:
-    """One rank's view of the mesh. Making it is collective: every rank of the world makes its own."""
+    """One rank's view of the mesh. Its constructor is collective over all ranks."""
 
     def __init__(self, config: ParallelConfig, device: str = "cpu") -> None:
-        """`device`: the type of device that weights lie on. Raises ConfigError if the world has another
+        """`device`: type of the device that holds the weights. Raises ConfigError if the world has another
         number of processes than configured."""
         if dist.get_world_size() != config.ranks:
             raise ConfigError(
@@ -50,20 +50,20 @@ class Mesh:
         }
         coordinates = np.argwhere(grid == self.rank)[0].tolist()
         self.coordinates: dict[str, int] = dict(zip(AXES, coordinates, strict=True))
-        """This rank's place along each axis."""
+        """This rank's coordinate along each axis."""
         self.saving = cast(dist.ProcessGroup, dist.new_group(timeout=_WRITING, backend="gloo"))
-        """All ranks, for checkpoints, which a thread of its own writes."""
+        """Group of all ranks for checkpoints, which a separate thread writes."""
         self.publishing = cast(dist.ProcessGroup, dist.new_group(timeout=_WRITING, backend="gloo"))
-        """All ranks, for weights that are published, which a thread of its own uploads."""
+        """Group of all ranks for publishing weights, which a separate thread uploads."""
         self.storage = DeviceMesh(
             "cpu",
             torch.from_numpy(grid).permute([AXES.index(axis) for axis in STORAGE_AXES]),
             mesh_dim_names=STORAGE_AXES,
         )
-        """All ranks, as checkpoints are cut: by experts first."""
+        """Mesh of all ranks with the axes in the order in which checkpoints are cut: by experts first."""
         data = self.group("replicate", "fsdp", "expert")
         self.data_rank = group_rank(data)
-        """Place among those that train on different sequences."""
+        """Rank among those that train on different sequences."""
         self.num_data_ranks = group_size(data)
 
     def group(self, *axes: str) -> Group:
@@ -77,7 +77,7 @@ class Mesh:
         return DeviceMesh.from_group(group, self.device, mesh_dim_names=("fsdp",))
 
 
-_USED = (  # whatever is summed or exchanged over
+_USED = (  # combinations of axes that collective operations use
     ("fsdp",),
     ("expert",),
     ("context",),
@@ -92,7 +92,7 @@ _USED = (  # whatever is summed or exchanged over
 
 
 def _make_group(grid: np.ndarray, axes: tuple[str, ...], timeout_s: float) -> Group:
-    """Makes the groups along `axes` for all ranks, and returns this rank's."""
+    """Creates the groups along `axes` for all ranks, and returns this rank's."""
     inside = [AXES.index(axis) for axis in axes]
     outside = [axis for axis in range(len(AXES)) if axis not in inside]
     members = grid.transpose(*outside, *inside).reshape(-1, int(np.prod([grid.shape[a] for a in inside])))

@@ -1,4 +1,4 @@
-"""Ranks over torch.distributed."""
+"""Implementation of Ranks with torch.distributed."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ from etude.training.parallel.wrapped import plain_ops
 
 
 class RankPeers:
-    """Implements the publisher's Peers over a process group that nothing else uses: its messages come from
-    another thread than those of training."""
+    """Implements the publisher's Peers over a process group of its own: its messages are sent by another
+    thread than those of training."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
         self.rank, self.size = group.rank(), group.size()
 
     def exchange(self, value: Any) -> list[Any]:
-        """See Peers. Raises RankError where a rank is gone."""
+        """See Peers. Raises RankError if a rank is lost."""
         gathered: list[Any] = [None] * self.size
         try:
             dist.all_gather_object(gathered, value, group=self._group)
@@ -55,7 +55,7 @@ ModelT = TypeVar("ModelT", bound=nn.Module)
 
 
 class MeshRanks:
-    """One rank of a mesh. Implements Ranks for models that `place` has spread."""
+    """One rank of a mesh. Implements Ranks for models that `place` has sharded."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
@@ -63,12 +63,12 @@ class MeshRanks:
         self.world_size = mesh.num_data_ranks
         self.is_main = mesh.rank == 0
         self.peers = RankPeers(mesh.publishing)
-        """All ranks, for publishing weights together."""
+        """All ranks, for publishing weights."""
 
     def place(self, model: LanguageModel) -> None:
-        """Spreads a model over the ranks, in place, with rank 0's weights, or with those of the directory
-        `model.unread`, of which each rank reads its own part, in the model's type. All ranks raise the
-        CheckpointError of one that cannot. See `place_model`."""
+        """Shards a model over the ranks, in place, with rank 0's weights, or with those of the directory
+        `model.unread`, of which each rank reads its own part, in the model's type. If one rank cannot read
+        it, all raise its CheckpointError. See `place_model`."""
         directory, dtype = model.unread, model.embedding.dtype
         if directory is None:
             place_model(model, self._mesh)
@@ -96,8 +96,8 @@ class MeshRanks:
 
     @torch.no_grad()
     def whole_model(self, model: ModelT, *, everywhere: bool = False) -> ModelT:
-        """See Ranks. Only the first rank has all of it afterwards, in host memory, unless it is wanted
-        `everywhere`; what others get has no storage."""
+        """See Ranks. The copy is in host memory, and only on the first rank, unless `everywhere`; on other
+        ranks it has no storage."""
         assert isinstance(model, LanguageModel)
         release(model)
         places = Places(model, self._mesh)
@@ -118,7 +118,7 @@ class MeshRanks:
 
     @torch.no_grad()
     def parts(self, model: nn.Module) -> Mapping[str, Tensor]:
-        """See Ranks. What several ranks hold is dealt out among them, weight by weight."""
+        """See Ranks. Of a part that several ranks hold, one of them publishes it, in turn."""
         release(model)
         places = Places(model, self._mesh)
         parts: dict[str, Tensor] = {}

@@ -1,8 +1,8 @@
-"""Where the parts of a placed model lie in the whole of each weight.
+"""Positions of a sharded model's parts within the whole weights.
 
-Experts are cut first, then what tensor ranks divide, then FSDP cuts rows of what is left. Checkpoints and
-published weights know runs of rows alone: a weight whose parts are none is brought together and cut into
-rows, one weight at a time.
+Weights are cut by experts first, then by tensor ranks, then FSDP cuts the rows of the remaining part.
+Checkpoints and published weights support runs of rows only: a weight with other parts is gathered and cut
+into rows, one weight at a time.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ _EXPERT_WEIGHTS = (".experts.gate_up", ".experts.down")
 
 
 def is_expert_weight(name: str) -> bool:
-    """Whether a parameter has one matrix per expert, and so is cut by experts."""
+    """Whether a parameter has one matrix per expert, and so is divided by expert parallelism."""
     return name.endswith(_EXPERT_WEIGHTS)
 
 
 @torch.no_grad()
 def local_part(tensor: Tensor) -> Tensor:
-    """What lies in this process, sharing memory."""
+    """This process' part of a tensor, sharing its memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class Places:
-    """The places of one model's parameters, which go by their names in the model."""
+    """The sharding of one model's parameters, which are identified by their names in the model."""
 
     def __init__(self, model: nn.Module, mesh: Mesh) -> None:
         self._mesh = mesh
@@ -44,16 +44,16 @@ class Places:
             self._cuts = cuts_of(model.config, model.vocab_size)
 
     def cut(self, name: str) -> Cut | None:
-        """How tensor ranks divide a parameter; None if they do not."""
+        """How tensor parallelism divides a parameter; None if it does not."""
         return self._cuts.get(name_within(name))
 
     def lies_in_rows(self, name: str) -> bool:
-        """Whether each part of a parameter is a run of the whole's rows."""
+        """Whether each part of a parameter is a contiguous run of the whole's rows."""
         cut = self.cut(name)
         return cut is None or cut.is_run
 
     def axes(self, name: str) -> tuple[str, ...]:
-        """Along which axes a parameter is cut; ranks along the others hold the same part."""
+        """The axes along which a parameter is cut; ranks along the other axes hold the same part."""
         cut = {"fsdp"}
         if is_expert_weight(name):
             cut.add("expert")
@@ -62,7 +62,7 @@ class Places:
         return tuple(axis for axis in AXES if axis in cut)
 
     def index_along(self, *axes: str) -> tuple[int, int]:
-        """How many ranks there are along some axes, and which of them this one is."""
+        """The number of ranks along some axes, and this rank's index among them."""
         number, index = 1, 0
         for axis in axes:
             number *= self._mesh.sizes[axis]
@@ -70,11 +70,11 @@ class Places:
         return number, index
 
     def copies(self, name: str) -> tuple[int, int]:
-        """How many ranks hold the same part of a parameter, and which of them this one is."""
+        """The number of ranks that hold the same part of a parameter, and this rank's index among them."""
         return self.index_along(*(axis for axis in AXES if axis not in self.axes(name)))
 
     def shape(self, name: str, parameter: Tensor) -> torch.Size:
-        """The shape that a placed parameter has over all ranks."""
+        """The unsharded shape of a placed parameter."""
         shape = list(parameter.shape)
         if is_expert_weight(name):
             shape[0] *= self._mesh.sizes["expert"]
@@ -88,8 +88,8 @@ class Places:
         return gather_rows(whole, self._mesh.group("expert")) if is_expert_weight(name) else whole
 
     def part(self, name: str, whole: Tensor) -> Tensor:
-        """What of a whole tensor shaped like the parameter belongs on this rank. Collective if it is what
-        `shard` gives."""
+        """This rank's part of a whole tensor shaped like the parameter. Collective if `whole` is a DTensor
+        from `shard`."""
         cut, at, sizes = self.cut(name), self._mesh.coordinates, self._mesh.sizes
         if isinstance(whole, DTensor):
             rows = whole.to_local()
@@ -103,8 +103,8 @@ class Places:
         return run_of(whole, sizes["fsdp"], at["fsdp"])
 
     def rows(self, name: str, part: Tensor) -> Tensor:
-        """A part shaped like the parameter's -> this rank's run of rows of the whole; the part itself where
-        it is one, otherwise a copy on the host. Collective among ranks that divide the parameter."""
+        """A part shaped like the parameter's -> this rank's run of rows of the whole: the part itself if it
+        is such a run, otherwise a copy on the host. Collective among ranks that divide the parameter."""
         at, sizes = self._mesh.coordinates, self._mesh.sizes
         if self.lies_in_rows(name):
             return part
@@ -112,7 +112,7 @@ class Places:
         return run_of(rows, sizes["fsdp"], at["fsdp"]).to("cpu", copy=True)
 
     def run(self, name: str, parameter: Tensor) -> Part:
-        """Which rows of the whole tensor `rows` gives; perhaps none."""
+        """The range of the whole tensor's rows that `rows` returns; may be empty."""
         start, total = 0, self.shape(name, parameter)[0]
         stop = total
         for axis in ("expert", "tensor", "fsdp"):
@@ -122,8 +122,8 @@ class Places:
         return Part(name, start, stop, total)
 
     def shard(self, name: str, part: Tensor, shape: torch.Size) -> DTensor:
-        """A part shaped like the parameter's -> this rank's `rows`, with their place in the whole tensor of
-        this shape. What checkpoints are written from and read into. Collective."""
+        """A part shaped like the parameter's -> this rank's `rows` as a DTensor of `shape`. Checkpoints are
+        written from and read into such shards. Collective."""
         placements: list[Placement] = [
             Shard(0) if axis in self.axes(name) else Replicate() for axis in STORAGE_AXES
         ]
@@ -133,7 +133,7 @@ class Places:
         )
 
     def _whole_of_experts(self, name: str, part: Tensor) -> Tensor:
-        """A part shaped like the parameter's -> the whole tensor, but of this rank's experts alone."""
+        """A part shaped like the parameter's -> the whole tensor, but only of this rank's experts."""
         whole = gather_rows(part, self._mesh.group("fsdp"))
         cut = self.cut(name)
         if cut is None:

@@ -1,14 +1,14 @@
-"""What a trainer knows of the other processes that train the same model with it.
+"""A trainer's interface to the other processes that train the same model.
 
 A trainer is written once, for one process. It asks its `Ranks` for its share of a batch, trains on it as if
-there were no others, and lets the optimiser add up the gradients:
+there were no others, and the optimiser sums the gradients:
 
     plan = pack_sequences(lengths, max_tokens, num_ranks=ranks.world_size)    every rank plans the same
     for share in ranks.share(plan): loss(share.indices) * share.weight -> backward
     optimizer.step()                                                          sums gradients, clips, updates
 
-Losses are divided by what the *whole* batch counts, which every rank knows because every rank plans the whole
-batch: gradients are then summed over ranks, never averaged. `SingleRank` is the whole of it in one process.
+Losses are divided by the count of the *whole* batch, which every rank knows because every rank plans all of
+it: gradients are then summed over ranks, never averaged. `SingleRank` implements it for one process.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ class Share:
     """One micro-batch of one rank."""
 
     indices: tuple[int, ...]
-    """Which sequences of the batch it holds."""
+    """Indices of its sequences in the batch."""
     weight: float = 1.0
-    """What its loss is multiplied by: 1, or 0 where the rank has nothing left to train on and only keeps
-    step with the others, whose forward passes need it. Such a share belongs in no metric."""
+    """Factor on its loss: 1, or 0 if the rank has no sequences left and only takes part in the collective
+    operations of the others' forward passes. Such a share must not be counted in metrics."""
 
 
 class Ranks(Protocol):
@@ -45,12 +45,12 @@ class Ranks(Protocol):
 
     @property
     def rank(self) -> int:
-        """Place among those that train on different data."""
+        """Rank among those that train on different data."""
         ...
 
     @property
     def world_size(self) -> int:
-        """How many train on different data."""
+        """Number of ranks that train on different data."""
         ...
 
     @property
@@ -67,41 +67,41 @@ class Ranks(Protocol):
         ...
 
     def layout(self, model: nn.Module) -> Layout:
-        """Which part of each parameter lies here: what the optimiser works with."""
+        """The sharding of the parameters, for the optimiser."""
         ...
 
     def reduce_gradients(self, model: nn.Module) -> None:
-        """Adds up the gradients of all ranks, in the order of ranks, in place. `Optimizer.step` calls it."""
+        """Sums the gradients over all ranks, in the order of ranks, in place. `Optimizer.step` calls it."""
         ...
 
     def whole_model(self, model: ModelT) -> ModelT:
-        """The model with all of its weights, in the first rank's process: what is exported.
+        """The unsharded model, in the first rank's process, for export.
 
         In one process it is the model itself; otherwise a copy, which has no storage on other ranks.
         """
         ...
 
     def parts(self, model: nn.Module) -> Mapping[str, Tensor]:
-        """What this process publishes of the model, by `Part.stored_name`: each weight, or part of one, is
-        among those of one process. They share memory with the model where they are runs of its rows."""
+        """The parts of the model that this process publishes, by `Part.stored_name`: each is published by one
+        process. They share memory with the model where they are runs of its rows."""
         ...
 
     def stored(self, model: ModelT) -> ModelT | ModelShards:
-        """What a checkpoint takes of the model, and what says how one is to be read: in one process the model
-        itself."""
+        """The model in the form in which checkpoints are written and read: ModelShards, or in one process the
+        model itself."""
         ...
 
     def load_weights(self, model: nn.Module, weights: Mapping[str, Tensor]) -> None:
-        """Puts weights, by name, into the parts that lie here: whole ones, or such as `stored` gives."""
+        """Copies weights, by name, into this process' parts: unsharded ones, or those of `stored`."""
         ...
 
     def frozen_copy(self, model: ModelT) -> ModelT:
-        """A copy that is spread over the ranks as the model is and does not learn."""
+        """A copy that is sharded like the model and requires no gradients."""
         ...
 
 
 class SingleRank:
-    """One process that has everything. Implements Ranks."""
+    """Training by one process, without sharding. Implements Ranks."""
 
     rank = 0
     world_size = 1
@@ -136,9 +136,9 @@ class SingleRank:
 
 
 def shares_of(plan: Sequence[Sequence[Sequence[int]]], rank: int) -> list[Share]:
-    """The micro-batches of `rank`, as many as any rank has.
+    """The micro-batches of `rank`, padded to the greatest number that any rank has.
 
-    Where it has fewer, or an empty one, it takes the plan's smallest with weight 0.
+    In place of missing or empty ones, it gets the plan's smallest micro-batch with weight 0.
     """
     filled = [batch for batches in plan for batch in batches if batch]
     if not filled:

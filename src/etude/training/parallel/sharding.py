@@ -1,7 +1,7 @@
-"""Spreads a model over the mesh, in place, and updates its parts.
+"""Shards a model over the mesh, in place, and reduces its gradients.
 
-Tensor ranks keep their heads, inner units and tokens first, expert ranks their experts. Then FSDP2 cuts every
-weight of a block along its first dimension; blocks are gathered when they are computed and let go of
+First tensor ranks keep their heads, inner units and tokens, and expert ranks their experts. Then FSDP2 shards
+every weight of a block along its first dimension; blocks are gathered for their computation and resharded
 afterwards. Gradients are summed along FSDP in each backward pass, and along all other axes once per update.
 """
 
@@ -35,15 +35,14 @@ from etude.training.parallel.tensor import cut_model
 from etude.training.parallel.wrapped import plain_ops
 
 ReadRows = Callable[[str, int, int], Tensor]
-"""(name, start, stop) -> these rows of a whole parameter."""
+"""(name, start, stop) -> these rows of an unsharded parameter."""
 
 
 def place_model(model: LanguageModel, mesh: Mesh) -> None:
-    """Takes rank 0's weights and keeps what belongs here. Collective; to be called once, before an optimiser
-    is made and after `model.ops` is chosen. A rank whose model has no storage (device `meta`) never has all
-    of them.
+    """Shards a model with rank 0's weights. Collective; called once, after `model.ops` is set and before the
+    optimiser is created. A rank whose model has no storage (device `meta`) never holds all weights.
 
-    Raises ConfigError if the model cannot be divided so.
+    Raises ConfigError if the model cannot be divided as configured.
     """
     check_division(model.config, mesh.config)
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
@@ -60,8 +59,8 @@ def place_model(model: LanguageModel, mesh: Mesh) -> None:
 
 @torch.no_grad()
 def fill_model(model: LanguageModel, mesh: Mesh, read: ReadRows) -> None:
-    """Places a model without storage, and gives it the rows that belong here, which `read` knows. For the
-    rest see `place_model`."""
+    """Shards a model without storage, and fills this rank's parts with rows from `read`. See also
+    `place_model`."""
     check_division(model.config, mesh.config)
     parts, places = _empty_parts(model, mesh), Places(model, mesh)
     for name, parameter in model.named_parameters():
@@ -75,7 +74,7 @@ def fill_model(model: LanguageModel, mesh: Mesh, read: ReadRows) -> None:
 
 @torch.no_grad()
 def copy_placed(model: LanguageModel, mesh: Mesh) -> LanguageModel:
-    """A copy that is spread over the ranks as the model is and does not learn. Nothing travels."""
+    """A copy that is sharded like the model and requires no gradients; made without communication."""
     with torch.device("meta"):
         copied = LanguageModel(model.config, model.vocab_size).cast(model.embedding.dtype)
     copied.ops = plain_ops(model.ops)
@@ -88,7 +87,7 @@ def copy_placed(model: LanguageModel, mesh: Mesh) -> LanguageModel:
 
 
 def _empty_parts(model: LanguageModel, mesh: Mesh) -> dict[str, Tensor]:
-    """Cuts a model without storage, and gives it some for what belongs here: by name, without values."""
+    """Shards a model without storage, and allocates this rank's parts: by name, uninitialised."""
     _cut(model, mesh)
     model.to_empty(device=mesh.device).reset_rotation()
     return {name: local_part(parameter.data) for name, parameter in model.named_parameters()}
@@ -119,7 +118,7 @@ def _cut_experts(model: LanguageModel, mesh: Mesh) -> None:
 
 
 def _shard(model: LanguageModel, mesh: Mesh) -> None:
-    """FSDP2, block by block. The root stays gathered after its forward pass: the head is used once more."""
+    """FSDP2, block by block. The root stays gathered after its forward pass, since the head is used again."""
     whole = mesh.fsdp_mesh()
     for block in model.blocks:
         fully_shard(block, mesh=whole)
@@ -132,8 +131,8 @@ def _shard(model: LanguageModel, mesh: Mesh) -> None:
 
 
 class MeshLayout:
-    """Where a placed model's parameters lie. Implements Layout; all methods but `parts`, `part_index`,
-    `gradients` and `clear_gradients` are collective."""
+    """The layout of a sharded model. Implements Layout; all methods but `parts`, `part_index`, `gradients`
+    and `clear_gradients` are collective."""
 
     def __init__(self, model: nn.Module, mesh: Mesh) -> None:
         self._mesh = mesh
@@ -159,7 +158,7 @@ class MeshLayout:
             parameter.grad = None
 
     def clip_norm(self, max_norm: float) -> float:
-        """See Layout. Where nothing is cut, the bits are those of one process."""
+        """See Layout. Without sharding, the result is bitwise that of one process."""
         sizes = self._mesh.sizes
         gradients = {name: g for name, g in self.gradients().items() if g is not None}
         if sizes["fsdp"] == sizes["expert"] == sizes["tensor"] == 1:
@@ -183,8 +182,8 @@ class MeshLayout:
     def map_matrices(
         self, names: Sequence[str], parts: Sequence[Tensor], function: Callable[[Tensor], Tensor]
     ) -> list[Tensor]:
-        """See Layout. Stacks of matrices are cut between matrices by FSDP and by experts; any other cut
-        matrix is brought together on one of its ranks, in turn."""
+        """See Layout. FSDP and experts cut stacks of matrices between matrices; any matrix that is cut itself
+        is gathered on one of its ranks, in turn."""
         if not names:
             return []
         shape = torch.Size(self.shapes[names[0]][-2:])
@@ -201,14 +200,14 @@ class MeshLayout:
 
 
 def release(model: nn.Module) -> None:
-    """Lets go of weights that a scoring pass left gathered, so that parameters are parts again."""
+    """Reshards weights that a scoring pass left gathered, so that parameters are parts again."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 def sum_gradients(model: nn.Module, mesh: Mesh) -> None:
-    """Adds up gradients along the axes that FSDP has not summed over. Collective."""
+    """Sums gradients along the axes that FSDP has not summed over. Collective."""
     places = Places(model, mesh)
     dense: list[Tensor] = []
     expert: list[Tensor] = []
@@ -223,7 +222,7 @@ def sum_gradients(model: nn.Module, mesh: Mesh) -> None:
         if mesh.sizes["tensor"] > 1 and places.cut(name) is None:
             assert isinstance(model, LanguageModel)
             if mesh.coordinates["tensor"] and not is_seen_in_parts(name, model.config):
-                gradient.zero_()  # the first rank's counts: copies can then never drift apart
+                gradient.zero_()  # only the first rank's is used, so copies can never diverge
             repeated.append(gradient)
     sum_all_in_order(repeated, mesh.group("tensor"))
     sum_all_in_order(dense, mesh.group("replicate", "expert", "context"))

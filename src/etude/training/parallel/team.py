@@ -1,13 +1,13 @@
-"""The ranks as a team: the first one leads, the others do the same at the same time.
+"""Runs calls on all ranks: the first rank leads, the others execute the same calls at the same time.
 
     lead     call(function) ── announce ──> compute ── collect outcomes ──> answer
     others   wait ──────────── receive  ──> compute ── report, wait again
 
 The first rank is the process that runs everything else: rollouts, logs, checkpoints. The others hold one
-object each, made by the same factory, and do nothing but call its methods when the lead does. What a method
-raises on every rank alike (bad input) is raised to the caller, and the team goes on. Anything else leaves
-ranks in different places: the team ends, on every rank, with RankError. A rank that dies closes its
-connections, so those that wait for it fail at once; one that hangs is given up after `parallel.timeout_s`.
+object each, made by the same factory, and only call its methods when the lead does. An error of a method that
+every rank raises alike (bad input) is raised to the caller, and the team continues. After any other error
+ranks are in different states: the team ends, on every rank, with RankError. A rank that dies closes its
+connections, so those that wait for it fail at once; one that hangs fails after `parallel.timeout_s`.
 
 Ranks are started here (`Team.spawn`), on one machine, or by `torchrun` (`Team.join`), on any number.
 """
@@ -46,11 +46,11 @@ TCPStore = dist.TCPStore  # pyright: ignore[reportPrivateImportUsage]  (public, 
 _CPU = torch.device("cpu")
 _POLL_S = 0.02
 _DEATH_S = 2.0
-"""How long it may take to see that a process has ended, once its connections have."""
+"""How long a process is given to end after its connections have been closed."""
 _START_S = 600.0
 """How long ranks may take to start."""
 _GRACE_S = 15.0
-"""How long a rank that failed waits to hear that all did, before it ends and so wakes those that wait."""
+"""How long a failed rank waits for the others' outcomes, before it ends and so wakes those waiting for it."""
 _LEAD, _GO, _CLOSE = "lead", "go", "close"
 _OK = b""
 _NETWORK_ERRORS = (dist.DistError, ConnectionError)
@@ -60,15 +60,15 @@ Factory = Callable[..., T]
 
 @dataclass(frozen=True, slots=True)
 class _Command:
-    """One thing that every rank does. `function` gets the rank's object, or, to make one, its MeshRanks."""
+    """A call for every rank. `function` is passed the rank's object, or, to make that, its MeshRanks."""
 
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
     makes: bool
 
 
-class _Seat(Generic[T]):
-    """What the lead and the others have in common: a place in the group, and an object."""
+class _Member(Generic[T]):
+    """One rank of the team, the lead or another: its process group, its store, and its object."""
 
     def __init__(
         self,
@@ -99,18 +99,18 @@ class _Seat(Generic[T]):
         from etude.training.parallel.mesh_ranks import MeshRanks
 
         self.ranks = MeshRanks(Mesh(config, device))
-        self.held: T | None = None
+        self.instance: T | None = None
         self.number = 0
 
     def _assemble(self, processes: Sequence[BaseProcess]) -> None:
-        """Waits until all ranks are up: that takes as long as imports do, and is no measure of a step."""
+        """Waits until all ranks are up, with a timeout longer than a step's, since imports take long."""
         self.store.set(f"here/{self.rank}", "")
         for rank in range(self.config.ranks):
             self.wait_for(f"here/{rank}", rank, _START_S, processes)
 
     def announce(self, what: str) -> None:
-        """The lead's word that something comes next. What was said of the command before the last one is
-        forgotten: every rank has answered for the last one since, so nobody reads it any more."""
+        """Announces the lead's next action to the others. The keys of the command before the last are
+        deleted: all ranks have reported on the last one since, so none reads them any more."""
         self.number += 1
         self.store.set(f"{self.number}/next", what)
         if self.number > 2:
@@ -118,35 +118,35 @@ class _Seat(Generic[T]):
                 self.store.delete_key(f"{self.number - 2}/{name}")
 
     def run(self, command: _Command) -> Any:
-        """Does what the command says, and tells the others how it went."""
+        """Executes the command and reports its outcome to the other ranks."""
         outcome = pickle.dumps(RankError("ended in the middle of a step", field=f"rank {self.rank}"))
         try:
-            result = command.function(self.ranks if command.makes else self.held, *command.arguments)
+            result = command.function(self.ranks if command.makes else self.instance, *command.arguments)
             if command.makes:
-                self.held = result
+                self.instance = result
             outcome = _OK
         except Exception as error:
             outcome = _pickled(error)
             raise
         finally:
-            with contextlib.suppress(*_NETWORK_ERRORS):  # the lead is gone: nobody is left to notify
+            with contextlib.suppress(*_NETWORK_ERRORS):  # the store has ended with the lead
                 self.store.set(f"{self.number}/{self.rank}", cast(str, outcome))  # bytes are as good
         return result
 
     def outcome_of(
         self, rank: int, within_s: float, processes: Sequence[BaseProcess] = ()
     ) -> Exception | None:
-        """What `rank` raised in the current command. Raises RankError if it does not say in time, or if one
-        of `processes` has died."""
+        """The exception that `rank` raised in the current command, if any. Raises RankError if it does not
+        report in time, or if one of `processes` has died."""
         key = f"{self.number}/{rank}"
         self.wait_for(key, rank, within_s, processes)
         stored = self.store.get(key)
         return pickle.loads(stored) if stored else None
 
     def wait_for(self, key: str, rank: int, within_s: float, processes: Sequence[BaseProcess]) -> None:
-        """Waits until `rank` has said `key`. Raises RankError as `outcome_of`."""
+        """Waits until `rank` has set `key`. Raises RankError as `outcome_of`."""
         deadline = time.monotonic() + within_s
-        while not self.store.check([key]):  # its own wait would print a warning each time
+        while not self.store.check([key]):  # the store's own wait would print a warning each time
             dead = _dead(processes)
             if dead or time.monotonic() > deadline:
                 raise RankError(dead or f"said nothing for {within_s:.0f} s", field=f"rank {rank}")
@@ -156,8 +156,8 @@ class _Seat(Generic[T]):
 class Team(Generic[T]):
     """The lead's side. Not thread-safe: one call at a time, as from a loop."""
 
-    def __init__(self, seat: _Seat[T], processes: list[BaseProcess]) -> None:
-        self._seat = seat
+    def __init__(self, member: _Member[T], processes: list[BaseProcess]) -> None:
+        self._member = member
         self._processes = processes
         self._broken = False
 
@@ -165,7 +165,7 @@ class Team(Generic[T]):
     def spawn(config: ParallelConfig, device: str = "cpu", num_threads: int = 1) -> Team[Any]:
         """Starts the other ranks on this machine; `num_threads`: compute threads of each.
 
-        Raises RankError if they do not come up.
+        Raises RankError if they fail to start.
         """
         _stay_on_loopback()
         store, port = _loopback_store()
@@ -181,7 +181,7 @@ class Team(Generic[T]):
         atexit.register(_end, processes, at_once=True)  # before multiprocessing's own, which sends SIGTERM
         try:
             with _group_errors(processes):
-                return Team(_Seat(config, store, 0, device, processes), processes)
+                return Team(_Member(config, store, 0, device, processes), processes)
         except RankError:
             _end(processes, at_once=True)
             raise
@@ -190,7 +190,7 @@ class Team(Generic[T]):
     def join(config: ParallelConfig, device: str = "cpu") -> Team[Any] | None:
         """Leads the processes that `torchrun` started; None if it did not start this one.
 
-        Raises RankError if the others do not come, ConfigError as `check_world`.
+        Raises RankError if the others do not connect, ConfigError as `check_world`.
         """
         check_world(config)
         if not _started_by_torchrun():
@@ -198,41 +198,41 @@ class Team(Generic[T]):
         with _group_errors([]):
             store, rank, _ = next(iter(rendezvous("env://")))
             store.set(_LEAD, "")
-            return Team(_Seat(config, store, rank, device), [])
+            return Team(_Member(config, store, rank, device), [])
 
     @staticmethod
     def follow(config: ParallelConfig, device: str = "cpu") -> None:
-        """Follows the first of the processes that `torchrun` started, until it closes its team. Waits for it
-        as long as it takes. Raises RankError if others fail."""
+        """Executes the commands of the first process that `torchrun` started, until it closes its team. Waits
+        for them without a timeout. Raises RankError if other ranks fail."""
         with _group_errors([]):
             store, rank, _ = next(iter(rendezvous("env://")))
             while not store.check([_LEAD]):
                 time.sleep(_POLL_S)
-            seat = _Seat(config, store, rank, device)
-            # torchrun hands what stops a run to every process; the lead ends a step first, and saves.
+            member = _Member(config, store, rank, device)
+            # torchrun sends signals to every process; the lead finishes its step first, and saves.
             for number in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(number, signal.SIG_IGN)
-            _follow(seat)
+            _follow(member)
 
     def make(self, factory: Factory[T], *arguments: Any) -> T:
-        """Every rank makes its object: `factory(ranks, *arguments)`. Returns the lead's.
+        """Makes every rank's object with `factory(ranks, *arguments)`; returns the lead's.
 
-        `factory` is importable, the arguments can be pickled. Raises what every rank raises, and RankError.
+        `factory` must be importable, the arguments picklable. Raises what every rank raises, or RankError.
         """
         return self._call(_Command(factory, arguments, makes=True))
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Every rank calls `function(object, *arguments)`; returns what it returns on the lead.
+        """Calls `function(object, *arguments)` on every rank; returns the lead's result.
 
-        `function` is importable (a method of a class is). Raises what every rank raises, and RankError.
+        `function` must be importable (as a class's method is). Raises as `make`.
         """
         return self._call(_Command(function, arguments, makes=False))
 
     def close(self) -> None:
-        """Lets the other ranks go. Idempotent."""
+        """Ends the other ranks. Idempotent."""
         if not self._broken:
             self._broken = True
-            self._seat.announce(_CLOSE)
+            self._member.announce(_CLOSE)
             _end(self._processes, at_once=False)
             dist.destroy_process_group()
 
@@ -241,30 +241,31 @@ class Team(Generic[T]):
             raise RankError("the team has ended", field="parallel", fix="start the run again with --resume")
         try:
             with _group_errors(self._processes):
-                self._seat.announce(_GO)
+                self._member.announce(_GO)
                 dist.broadcast_object_list([command], src=0, device=_CPU)
                 result, error = self._run(command)
-                within_s = self._seat.config.timeout_s if error is None else _GRACE_S
+                within_s = self._member.config.timeout_s if error is None else _GRACE_S
                 others = [
-                    self._seat.outcome_of(rank, within_s, self._processes)
-                    for rank in range(1, self._seat.config.ranks)
+                    self._member.outcome_of(rank, within_s, self._processes)
+                    for rank in range(1, self._member.config.ranks)
                 ]
         except BaseException:
             self._break()
             raise
-        failures = [one for one in others if one is not None]
+        failures = [other for other in others if other is not None]
         if error is None and not failures:
             return result
-        if error is not None and all(type(one) is type(error) for one in others):
+        if error is not None and all(type(other) is type(error) for other in others):
             raise error
         self._break()
         first = error or failures[0]
         raise RankError(f"a rank failed where others did not: {first!r}", field="parallel") from first
 
     def _run(self, command: _Command) -> tuple[Any, EtudeError | None]:
-        """The lead's own part. Only our own errors may be everyone's; others end the team."""
+        """Executes the command on the lead. Only an EtudeError may be one that all ranks raise alike; any
+        other exception ends the team."""
         try:
-            return self._seat.run(command), None
+            return self._member.run(command), None
         except RankError:
             raise
         except EtudeError as error:
@@ -278,8 +279,8 @@ class Team(Generic[T]):
 
 @contextlib.contextmanager
 def _stops_are_for_the_lead() -> Iterator[None]:
-    """Processes that are started meanwhile, the fork server among them, never see Ctrl-C or SIGTERM, which
-    may go to all of a process group: the lead ends a step first. The mask is inherited, handlers are not."""
+    """Blocks Ctrl-C and SIGTERM in processes started within it, the fork server included: both may be sent to
+    a whole process group, but the lead finishes a step first. The mask is inherited, handlers are not."""
     resource_tracker.ensure_running()  # starting it unblocks both signals
     before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
     try:
@@ -289,21 +290,21 @@ def _stops_are_for_the_lead() -> Iterator[None]:
 
 
 def _spawned(config: ParallelConfig, port: int, rank: int, device: str, num_threads: int) -> None:
-    """A started rank's whole life."""
+    """The main function of a spawned rank."""
     torch.set_num_threads(num_threads)
     _stay_on_loopback()
-    # The lead says what happened: it sees this process end.
+    # The lead reports the error: it notices that this process ended.
     with contextlib.suppress(RankError), _group_errors([]):
         store = TCPStore("127.0.0.1", port, is_master=False)
-        _follow(_Seat(config, store, rank, device))
+        _follow(_Member(config, store, rank, device))
 
 
 def _loopback_store() -> tuple[Store, int]:
-    """A store and its port, on loopback alone: left to itself it listens everywhere, and what ranks tell each
-    other is unpickled."""
+    """A store and its port, on loopback only: by default it listens on all interfaces, and the ranks unpickle
+    what it holds."""
     listening = socket.create_server(("127.0.0.1", 0))
     port = listening.getsockname()[1]
-    # The store closes the descriptor in the end.
+    # The store closes the descriptor when it ends.
     store = TCPStore(
         "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
     )
@@ -311,36 +312,36 @@ def _loopback_store() -> tuple[Store, int]:
 
 
 def _stay_on_loopback() -> None:
-    """Lets gloo connect the ranks of one machine over loopback, whatever the host's name resolves to."""
+    """Makes gloo connect the ranks of one machine over loopback, whatever the host's name resolves to."""
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 
-def _follow(seat: _Seat[Any]) -> None:
-    """Does what the lead does until it closes. Raises RankError when ranks no longer go together."""
-    while _next_command(seat):
+def _follow(member: _Member[Any]) -> None:
+    """Executes the lead's commands until it closes. Raises RankError when outcomes differ between ranks."""
+    while _next_command(member):
         commands: list[Any] = [None]
         dist.broadcast_object_list(commands, src=0, device=_CPU)
         try:
-            seat.run(commands[0])
+            member.run(commands[0])
         except EtudeError as error:
-            leads = seat.outcome_of(0, _GRACE_S)
-            if type(leads) is not type(error):
-                raise RankError("failed where the lead did not", field=f"rank {seat.rank}") from error
+            lead_error = member.outcome_of(0, _GRACE_S)
+            if type(lead_error) is not type(error):
+                raise RankError("failed where the lead did not", field=f"rank {member.rank}") from error
 
 
-def _next_command(seat: _Seat[Any]) -> bool:
-    """Waits, for as long as it takes, for the lead to do something; False when it closes."""
-    seat.number += 1
-    key = f"{seat.number}/next"
-    while not seat.store.check([key]):
+def _next_command(member: _Member[Any]) -> bool:
+    """Waits, without a timeout, for the lead's next command; False when it closes the team."""
+    member.number += 1
+    key = f"{member.number}/next"
+    while not member.store.check([key]):
         time.sleep(_POLL_S)
-    return seat.store.get(key).decode() == _GO
+    return member.store.get(key).decode() == _GO
 
 
 @contextlib.contextmanager
 def _group_errors(processes: Sequence[BaseProcess]) -> Iterator[None]:
-    """Raises RankError for what a communication library raises when others are gone or late."""
+    """Turns errors of a communication library about lost or late ranks into RankError."""
     try:
         yield
     except (RuntimeError, ConnectionError) as error:
@@ -360,7 +361,7 @@ def _is_network(error: Exception) -> bool:
 
 
 def _dead(processes: Sequence[BaseProcess], within_s: float = 0.0) -> str:
-    """Which started ranks have ended, and how; waits a little for one to do so."""
+    """The started ranks that have ended, with exit codes; waits up to `within_s` for one to end."""
     deadline = time.monotonic() + within_s
     while True:
         ended = [f"rank {i + 1} ended with code {p.exitcode}" for i, p in enumerate(processes) if p.exitcode]
@@ -370,7 +371,7 @@ def _dead(processes: Sequence[BaseProcess], within_s: float = 0.0) -> str:
 
 
 def _end(processes: Sequence[BaseProcess], *, at_once: bool) -> None:
-    """Waits for started ranks to end; ends those that do not."""
+    """Waits for started ranks to end; kills those that do not."""
     for process in processes:
         process.join(0.0 if at_once else _GRACE_S)
         if process.is_alive():
@@ -381,7 +382,7 @@ def _end(processes: Sequence[BaseProcess], *, at_once: bool) -> None:
 def _pickled(error: Exception) -> bytes:
     try:
         return pickle.dumps(error)
-    except Exception:  # an error of somebody's that cannot travel: its words can
+    except Exception:  # an error of other code that cannot be pickled: its text can
         return pickle.dumps(RankError(repr(error)))
 
 
@@ -402,6 +403,6 @@ def is_follower() -> bool:
 
 
 def _started_by_torchrun() -> bool:
-    """Whether `torchrun`, or anything that speaks its environment, started this process among others."""
+    """Whether `torchrun`, or a launcher that sets the same environment, started this process with others."""
     names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     return all(name in os.environ for name in names) and int(os.environ["WORLD_SIZE"]) > 1

@@ -1,12 +1,12 @@
 """Tensor parallelism: ranks divide every layer's heads and inner widths, and the vocabulary.
 
-    x, the same everywhere ──> products with columns ──> heads, inner units ──> products with rows ──sum──> x'
-    backward:          sum <──                                                                         <──
+    x, replicated ──> column-parallel products ──> heads, inner units ──> row-parallel products ──sum──> x'
+    backward: sum <──                                                                                <──
 
-Forwards one sum each for attention and the feed-forward part, in the type of the rows; backwards as many, and
-one more where tokens are routed (rows and gates) and in latent attention (queries and keys). Every rank adds
-the same terms in the same order, so what is whole has the same bits everywhere, and with it the choice of
-experts. Norms, routers and residual rows are computed on every rank.
+The forward pass has one sum each for attention and the feed-forward part, in the type of the rows; the
+backward pass as many, and one more for routed tokens (rows and gates) and in latent attention (queries and
+keys). Every rank adds the same terms in the same order, so replicated values, and with them the choice of
+experts, are bitwise equal on all ranks. Norms, routers and residual rows are computed on every rank.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from etude.training.parallel.wrapped import WrappedOps
 
 
 class _Spread(torch.autograd.Function):
-    """x; backward, the sum of what each rank found."""
+    """The identity; backward, the sum of the gradients over ranks (Megatron's f)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
@@ -39,7 +39,7 @@ class _Spread(torch.autograd.Function):
 
 
 class _Total(torch.autograd.Function):
-    """The sum of what each rank has; backward, the gradient as it is."""
+    """The sum over ranks; backward, the identity (Megatron's g)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
@@ -51,7 +51,7 @@ class _Total(torch.autograd.Function):
 
 
 class TensorParallelOps(WrappedOps):
-    """Ops whose weights are parts of those of a whole layer; all else is `inner`'s."""
+    """Ops for weights that are this rank's parts of a layer; other operations are `inner`'s."""
 
     def __init__(self, inner: Ops, group: Group, vocab_size: int) -> None:
         super().__init__(inner)
@@ -78,20 +78,20 @@ class TensorParallelOps(WrappedOps):
         return residual + self.total(self.inner.linear(x, weight))
 
     def logits(self, hidden: Tensor, head: Tensor) -> Tensor:
-        """See Ops: of the whole vocabulary, on every rank. Collective, backward too."""
+        """See Ops: of the whole vocabulary, on every rank. Collective, also in the backward pass."""
         own = self.inner.logits(self.spread(hidden), head)
         return gather_parts(own.t().contiguous(), self._counts, self._group, shared=True).t()
 
     def logprobs(
         self, hidden: Tensor, head: Tensor, tokens: Tensor, temperature: float
     ) -> tuple[Tensor, Tensor]:
-        """See Ops. Collective, backward too."""
+        """See Ops. Collective, also in the backward pass."""
         return part_logprobs(self.spread(hidden), head, tokens, temperature, self._first, self._group)
 
 
 def cut_model(model: LanguageModel, group: Group) -> None:
-    """Keeps this rank's part of what tensor ranks divide, in place. Raises ConfigError for a vocabulary that
-    is too small."""
+    """Reduces a model to this tensor rank's parts, in place. Raises ConfigError for a vocabulary that is too
+    small."""
     count, own = group_size(group), group_rank(group)
     if run_bounds(model.vocab_size, count, count - 1)[0] >= model.vocab_size:
         raise ConfigError(

@@ -1,10 +1,10 @@
-"""The embedding and the head where every tensor rank has a run of the vocabulary.
+"""Vocabulary-parallel embedding and head: every tensor rank has a contiguous run of the vocabulary.
 
-    tokens ──> rows of the tokens that are here, zeros for others ──sum over ranks──> rows
-    states ──> logits of the tokens that are here ──> maximum, sums, the token's own logit ──gather──>
+    tokens ──> rows of this rank's tokens, zeros for others ──sum over ranks──> rows
+    states ──> logits of this rank's tokens ──> maximum, sums, the token's own logit ──gather──>
                the same log-probability on every rank
 
-Logits never travel: four numbers per row do. As in one process, rows are taken a few at a time.
+Four numbers per row are communicated, never logits. As in one process, a few rows are computed at a time.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from etude.training.parallel.collectives import Group, gather_parts, group_size
 
 
 def local_tokens(tokens: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
-    """tokens [N] -> their rows among the `count` that begin with token `first` [N], and which of them are
-    there [N]; rows of others are 0."""
+    """tokens [N] -> their rows in a table of the `count` tokens from `first` on [N], and whether they are in
+    it [N]; rows of tokens that are not are 0."""
     rows = tokens - first
     here = (rows >= 0) & (rows < count)
     return rows.where(here, 0), here
 
 
 def embed_part(tokens: Tensor, table: Tensor, first: int) -> Tensor:
-    """tokens [T], table [count, width] of the tokens from `first` -> rows [T, width], zeros for others."""
+    """tokens [T], table [count, width] of the tokens from `first` on -> rows [T, width], zeros for others."""
     rows, here = local_tokens(tokens, first, len(table))
     return F.embedding(rows, table).masked_fill(~here[:, None], 0.0)
 
 
 class _PartLogprobs(torch.autograd.Function):
     """hidden [N, width], head [count, width] of the tokens from `first`, tokens [N] -> log-probability and
-    entropy [N] float32 over the whole vocabulary. The gradient of `hidden` is that of this part."""
+    entropy [N] float32 over the whole vocabulary. The gradient of `hidden` is this part's contribution."""
 
     @staticmethod
     def forward(
@@ -89,5 +89,5 @@ def part_logprobs(
     hidden: Tensor, head: Tensor, tokens: Tensor, temperature: float, first: int, group: Group
 ) -> tuple[Tensor, Tensor]:
     """See `etude.model.logprobs.head_logprobs`, with this rank's part of the head, which begins with token
-    `first`. Collective; the gradient of `hidden` is still to be added up."""
+    `first`. Collective; the gradient of `hidden` has yet to be summed over ranks."""
     return cast(tuple[Tensor, Tensor], _PartLogprobs.apply(hidden, head, tokens, temperature, first, group))

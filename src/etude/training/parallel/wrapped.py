@@ -1,4 +1,4 @@
-"""Operations around others."""
+"""Ops that delegate to other Ops."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from etude.model.ops import Ops
 
 
 class WrappedOps:
-    """Ops of which a subclass replaces some for several ranks; all else is `inner`'s."""
+    """Delegates all operations to `inner`; subclasses override some for several ranks."""
 
     def __init__(self, inner: Ops) -> None:
         self.inner = inner
 
     def __getattr__(self, name: str) -> Any:
-        if name == "inner":  # not there yet while one is unpickled
+        if name == "inner":  # not set yet while being unpickled
             raise AttributeError(name)
         return getattr(self.inner, name)
 
 
 def plain_ops(ops: Ops) -> Ops:
-    """What computes in one process, without what several ranks have put around it."""
+    """The innermost Ops, for one process, without the wrappers for several ranks."""
     while isinstance(ops, WrappedOps):
         ops = ops.inner
     return ops

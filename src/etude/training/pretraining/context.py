@@ -1,4 +1,4 @@
-"""Longer windows in stages: rotary embeddings that are stretched while a model goes on learning."""
+"""Context extension in stages: rotary embeddings are rescaled while training continues."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from etude.model import DraftLayer, DraftLayers, LanguageModel, LatentBlock
 from etude.model.rotary import attention_scale
 
 _CHANGED = ("max_positions", "rope_factor", "rope_original_positions", "rope_theta")
-"""What a stage changes of a model's configuration."""
+"""Fields of a model's configuration that a stage changes."""
 
 
 def extended(config: ModelConfig, stage: StageConfig) -> ModelConfig:
-    """The model's configuration in a stage. Raises ConfigError for a window that it shortens, and for YaRN
-    on top of another way of stretching positions."""
+    """The model's configuration in a stage. Raises ConfigError for a stage that shortens the window, and for
+    YaRN on top of another scaling of positions."""
     ratio = stage.window / config.max_positions
     if ratio < 1:
         raise ConfigError(
@@ -43,13 +43,13 @@ def extended(config: ModelConfig, stage: StageConfig) -> ModelConfig:
 
 
 def with_context_of(config: ModelConfig, other: ModelConfig) -> ModelConfig:
-    """`config` with what stages change as it is in `other`."""
+    """`config` with the fields that stages change taken from `other`."""
     return config.model_copy(update={name: getattr(other, name) for name in _CHANGED})
 
 
 def set_context(model: LanguageModel, config: ModelConfig, drafts: DraftLayers | None = None) -> None:
-    """Gives a model, and its draft layers, the window and the rotary embedding of `config`, in place; no
-    weight changes."""
+    """Sets the window and the rotary embedding of a model, and of its draft layers, to those of `config`, in
+    place; no weight changes."""
     model.config = config
     model.reset_rotation()
     blocks = [*model.blocks]

@@ -1,13 +1,13 @@
-"""A source tokenised once and mapped into memory by every run that reads it.
+"""Tokenised corpora: each source is tokenised once and memory-mapped by every run that reads it.
 
     CACHE/NAME-<digest of files, column, tokenizer, end token>/
         tokens.bin    all documents end to end, uint16 or int32
         ends.npy      [documents] int64: where each ends
         hashes.npy    [documents] uint32: of each one's tokens
-        corpus.json   what it is, and the BLAKE3 of the first two
+        corpus.json   metadata, and the BLAKE3 of the first two
 
-A corpus is written beside its name and renamed when whole, so a killed tokenisation leaves nothing that could
-be read, and the source's next one removes it. Files that change get another digest, and so another corpus.
+A corpus is written under another name and renamed when complete, so a killed tokenisation leaves no readable
+corpus, and the source's next one removes its files. Changed files have another digest, so another corpus.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Corpus:
 
     name: str
     tokens: NDArray[np.integer[Any]]
-    """[all tokens], mapped."""
+    """[all tokens], memory-mapped."""
     ends: NDArray[np.int64]
     """[documents]"""
     hashes: NDArray[np.uint32]
@@ -50,7 +50,7 @@ class Corpus:
     digest: str
     """Of the tokens and where documents end."""
     skipped: dict[str, int]
-    """Documents that were passed over, by reason."""
+    """Numbers of skipped documents, by reason."""
     is_text: bool
     """Whether it was tokenised here, so that it may be cut at characters."""
 
@@ -68,9 +68,9 @@ class Corpus:
         return self.tokens[begin : int(self.ends[index])].astype(np.int32)
 
     def heldout(self, share: float) -> NDArray[np.bool_]:
-        """[documents] which are held out: by their content, so that copies of one are on the same side.
+        """[documents] which are held out: chosen by their content, so that copies are on the same side.
 
-        At least one where there are two different ones and a share is asked for.
+        At least one if `share` is above 0 and two documents differ.
         """
         if share <= 0:
             return np.zeros(len(self), dtype=np.bool_)
@@ -83,8 +83,8 @@ class Corpus:
 def open_corpus(files: SourceFiles, tokenizer: Tokenizer, end_token: int | None, cache: Path) -> Corpus:
     """The corpus of these files: mapped if it was tokenised before, otherwise tokenised now.
 
-    `end_token` is put behind every text. Raises ConfigError for a source without documents, token ids beyond
-    the vocabulary, or a cache that is damaged.
+    `end_token` is appended to every text. Raises ConfigError for a source without documents, token ids beyond
+    the vocabulary, or a damaged cache.
     """
     key = (_FORMAT, files.identity, files.format, files.column, tokenizer.digest, end_token)
     directory = cache / f"{files.name}-{blake3(repr(key).encode()).hexdigest(length=12)}"
@@ -170,11 +170,11 @@ def _write_arrays(
 def _tokenise(
     raws: Iterable[Raw], tokenizer: Tokenizer, end_token: int | None
 ) -> Iterator[tuple[Raw, NDArray[np.int64]]]:
-    """Each document with its tokens; texts are encoded many at once, on all cores."""
+    """Yields each document with its tokens; texts are encoded in batches, on all cores."""
     pending: list[Raw] = []
 
     def flush() -> Iterator[tuple[Raw, NDArray[np.int64]]]:
-        # A lone surrogate, which JSON can spell and UTF-8 cannot, would stop the whole batch.
+        # A lone surrogate, which JSON can express and UTF-8 cannot, would fail the whole batch.
         texts = [_ESCAPED.sub("�", raw) for raw in pending if isinstance(raw, str)]
         encoded = iter(tokenizer.encode_batch(texts))
         ending = [] if end_token is None else [end_token]

@@ -1,4 +1,4 @@
-"""What next-token training reads: token documents with a loss weight per token, drawn step by step."""
+"""Training data of next-token training: token documents with a loss weight per token, drawn step by step."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Document:
-    """Tokens with a loss weight each; 0 masks a token out. No document sees another."""
+    """Tokens with a loss weight each; 0 masks a token. Documents do not attend to each other."""
 
     tokens: NDArray[np.int32]
     """[T]"""
     weights: NDArray[np.float32]
-    """[T] entry 0 is never used: nothing comes before the first token."""
+    """[T] entry 0 is ignored: the first token has no context."""
     agent: NDArray[np.bool_]
-    """[T] True where the agent wrote the token: the loss on these is reported by itself."""
+    """[T] True for tokens that the agent wrote: the loss on these is reported separately."""
 
     @staticmethod
     def plain(tokens: NDArray[np.int32]) -> Document:
-        """A text: every token counts alike, and no agent wrote it."""
+        """A text: all weights are 1, and no token is an agent's."""
         return Document(tokens, np.ones(len(tokens), dtype=np.float32), np.zeros(len(tokens), dtype=np.bool_))
 
 
 class Batches(Protocol):
-    """Which documents each step trains on. Drawing is deterministic, and resumable at every step."""
+    """Draws the documents of each step, deterministically and resumably at every step."""
 
     @property
     def exhausted(self) -> bool:
-        """Whether there is nothing left to draw."""
+        """Whether no documents are left to draw."""
         ...
 
     def draw(self) -> list[Document]:
@@ -40,23 +40,23 @@ class Batches(Protocol):
         ...
 
     def figures(self) -> Mapping[str, float]:
-        """What a step's metrics say of the batches."""
+        """Metrics of the batches, for those of a step."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values that `load_state_dict` goes on from."""
+        """Plain values from which `load_state_dict` resumes."""
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on where the state was taken. Raises CheckpointError where the documents are others."""
+        """Resumes from `state`. Raises CheckpointError if the documents differ."""
         ...
 
 
 class ShuffledDocuments:
-    """Documents without replacement, epoch by epoch, in an order of their own in each. Implements Batches."""
+    """Draws documents without replacement, in another random order each epoch. Implements Batches."""
 
     def __init__(self, documents: Sequence[Document], tokens_per_step: int, seed: int) -> None:
-        """Steps have at least `tokens_per_step` tokens, and at most one document more."""
+        """A step has the fewest documents with at least `tokens_per_step` tokens."""
         self._documents = documents
         self._tokens_per_step = tokens_per_step
         self._seed = seed
@@ -66,7 +66,7 @@ class ShuffledDocuments:
 
     @property
     def exhausted(self) -> bool:
-        """See Batches: only where there are no documents."""
+        """See Batches: only if there are no documents."""
         return not len(self._documents)
 
     def draw(self) -> list[Document]:

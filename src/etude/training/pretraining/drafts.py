@@ -1,8 +1,8 @@
-"""The loss of layers for multi-token prediction, and how often what they draft is right.
+"""Loss of multi-token prediction (draft) layers, and the acceptance rate of their drafts.
 
 Layer k reads, at position i, the hidden state of the layer before it (of the model for k = 1) and token
-i + k, and predicts token i + k + 1 (DeepSeek-V3, 2024). Rows whose tokens lie behind the end of their
-sequence are computed with any token: attention is causal, so nothing else sees them, and they have no loss.
+i + k, and predicts token i + k + 1 (DeepSeek-V3, 2024). Rows whose tokens lie beyond the end of their
+sequence are computed with any token: attention is causal, so no other row uses them, and they have no loss.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from etude.model.scoring import PackedSequences, device_of
 from etude.training.pretraining.documents import Document
 
 _LOGIT_ROWS = 512
-"""Rows whose distributions are compared at once: a vocabulary's worth of numbers each."""
+"""Rows whose distributions over the vocabulary are compared at once."""
 
 
 def hidden_and_logprobs(
@@ -42,16 +42,16 @@ def hidden_and_logprobs(
 
 @dataclass(frozen=True, slots=True)
 class DraftLoss:
-    """Runs draft layers over packed sequences."""
+    """Computes draft layers and their losses on packed sequences."""
 
     model: LanguageModel
     layers: DraftLayers
 
     def per_depth(self, batch: PackedSequences, hidden: Tensor, weights: Tensor, total: Tensor) -> Tensor:
-        """Loss of each layer in nats, [depths]: sums over the predicted tokens by `weights` [T], by `total`.
+        """Loss of each layer in nats, [depths]: sums over predicted tokens times `weights` [T], over `total`.
 
-        `total` is the model's own, so a layer's loss is over as many tokens as the model's, though each
-        sequence has one target fewer per layer: as in the paper, and the same for any micro-batches.
+        `total` is that of the model's loss, although each layer has one target fewer per sequence than the
+        one before: as in the paper, and independent of the micro-batches.
         """
         losses: list[Tensor] = []
         for drafted, targets in self.depths(batch, hidden):
@@ -62,8 +62,8 @@ class DraftLoss:
         return torch.stack(losses)
 
     def depths(self, batch: PackedSequences, hidden: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Per layer its output at all rows, [T, width], and the rows [N] of the tokens that it predicts: for
-        layer k (from 1), target t is predicted at row t - k - 1."""
+        """Yields per layer its output at all rows, [T, width], and the rows [N] of the tokens it predicts:
+        layer k (from 1) predicts target t at row t - k - 1."""
         attention = self.model.ops.packed_attention(batch.attention)
         for index in range(len(self.layers.layers)):
             following = batch.tokens.roll(-index - 1)
@@ -73,10 +73,10 @@ class DraftLoss:
 
 @dataclass(frozen=True, slots=True)
 class Acceptance:
-    """How often drafts at one depth would stand, given that those before them do."""
+    """Acceptance rates of drafts at one depth, given that the drafts before them were accepted."""
 
     greedy: float
-    """Share of tokens where the draft's likeliest token is the model's."""
+    """Share of tokens for which the most likely tokens of draft and model agree."""
     sampled: float
     """Mean over tokens of sum(min(p, q)): what speculative sampling accepts (Leviathan et al. 2023)."""
     loss: float
@@ -87,7 +87,7 @@ class Acceptance:
 def measure_acceptance(
     model: LanguageModel, layers: DraftLayers, documents: Sequence[Document]
 ) -> list[Acceptance]:
-    """Per draft layer, on the texts themselves, against the model's own distribution at each place."""
+    """Acceptance per draft layer on the documents, against the model's distribution at each position."""
     found = torch.zeros(len(layers.layers), 4, dtype=torch.float64)
     for document in documents:
         if len(document.tokens) < 3:
@@ -109,7 +109,7 @@ def measure_acceptance(
 
 
 def initialise_drafts(layers: DraftLayers, seed: int) -> None:
-    """Draws new weights, as `LanguageModel.initialise` does."""
+    """Initialises the weights at random, as `LanguageModel.initialise` does."""
     generator = torch.Generator().manual_seed(seed)
     std = layers.config.initializer_range
     with torch.no_grad():

@@ -1,10 +1,10 @@
-"""Fill in the middle: documents turned inside out, so that a causal model learns to complete gaps.
+"""Fill in the middle (FIM): documents are rearranged, so that a causal model learns to complete gaps.
 
     PSM   <prefix> before <suffix> after <middle> between <end>
     SPM   <prefix> <suffix> after <middle> before between <end>
 
-(Bavarian et al. 2022, who cut at random characters and show that this costs nothing left to right.) A text is
-cut between two characters and each part is tokenised by itself, as it will be when an editor asks.
+(Bavarian et al. 2022, who cut at random characters and show no loss in left-to-right modelling.) A text is
+cut between characters and each part is tokenised separately, as in an editor's request.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ SENTINELS = (
     ("<\uff5cfim\u2581begin\uff5c>", "<\uff5cfim\u2581hole\uff5c>", "<\uff5cfim\u2581end\uff5c>"),  # DeepSeek
     ("[PREFIX]", "[SUFFIX]", "[MIDDLE]"),  # Codestral
 )
-"""Prefix, suffix, middle, as known tokenizers call them."""
+"""Names of the prefix, suffix and middle tokens in known tokenizers."""
 RESERVED_TOKENS = 16
-"""By how much a document may grow when it is turned: three marks, and words that are cut at two places."""
+"""By how much a rearranged document may grow: three sentinels, and words that are cut at two positions."""
 OWN_SENTINELS = SENTINELS[0]
-"""What tokenizers that are trained here have."""
+"""The sentinels of tokenizers that Étude trains."""
 
 
 @dataclass(frozen=True, slots=True)
 class Infilling:
-    """Cuts documents for one tokenizer. Stateless."""
+    """Rearranges documents for one tokenizer. Stateless."""
 
     tokenizer: Tokenizer
     prefix: int
@@ -41,7 +41,7 @@ class Infilling:
 
     @staticmethod
     def find(tokenizer: Tokenizer) -> Infilling | None:
-        """With the sentinels that the tokenizer has; None where it has none."""
+        """An Infilling with the sentinels of the tokenizer; None if it has none."""
         for names in SENTINELS:
             if all(tokenizer.has_control(name) for name in names):
                 return Infilling(tokenizer, *(tokenizer.control_id(name) for name in names))
@@ -49,7 +49,7 @@ class Infilling:
 
     @staticmethod
     def of(tokenizer: Tokenizer) -> Infilling:
-        """As `find`. Raises ConfigError where there are none."""
+        """As `find`. Raises ConfigError if there are none."""
         found = Infilling.find(tokenizer)
         if found is None:
             raise ConfigError(
@@ -60,15 +60,15 @@ class Infilling:
             )
         return found
 
-    def turn(
+    def rearrange(
         self, tokens: NDArray[np.int32], end_token: int | None, spm_share: float, random: np.random.Generator
     ) -> NDArray[np.int32] | None:
-        """One document turned inside out at two random places; None where it is too short."""
+        """The document cut at two random positions and rearranged; None if it is too short."""
         body, ending = tokens, tokens[:0]
         if end_token is not None and len(tokens) and tokens[-1] == end_token:
             body, ending = tokens[:-1], tokens[-1:]
         data = self.tokenizer.decode_bytes(body)
-        # Cuts lie before bytes that begin a character.
+        # Documents are cut only before bytes that begin a character.
         places = np.flatnonzero((np.frombuffer(data, dtype=np.uint8) & 0xC0) != 0x80)
         if len(places) < 3:
             return None
@@ -85,5 +85,5 @@ class Infilling:
         return np.concatenate(parts)
 
     def middles(self, tokens: NDArray[np.int32]) -> NDArray[np.bool_]:
-        """[T] True behind the middle's mark: in PSM what was to be filled in, its end included."""
+        """[T] True after the middle sentinel: in PSM the text to fill in, with the end token."""
         return np.cumsum(np.concatenate(([0], tokens[:-1] == self.middle))) > 0

@@ -1,15 +1,15 @@
-"""A mixture of sources: which document comes next, and how often each has come.
+"""A mixture of sources: the order in which documents are drawn, and how often each was.
 
-    source A  pass 0: pieces in an order of their own, pass 1, ...  \\
+    source A  pass 0: pieces in a random order, pass 1, ...         \\
     source B  ...                                                     >-- the one furthest behind its weight
     source C  ...                                                    /                |
                                                             pool of pieces drawn ahead
                                                                                       |
                       step: the oldest while they fit, then the largest that fits (best fit)
 
-A pass is one reading of a source with one window. Nothing is random but the order of a pass and how a piece
-is turned inside out, and both are functions of (seed, source, pass, piece). The state is so small that it is
-saved with every checkpoint, and from it follows exactly what was trained on.
+A pass is one reading of a source with one window. Only the order of a pass and the rearrangement of a piece
+for infilling are random, and both are functions of (seed, source, pass, piece). The state is small enough to
+be saved with every checkpoint, and determines exactly which tokens were trained on.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from etude.training.pretraining.sources import Pieces, Source
 
 
 class _Drawn(NamedTuple):
-    """A piece that was drawn: where it comes from."""
+    """The origin of a drawn piece."""
 
     source: int
     number: int
-    """Of the pass."""
+    """Number of the pass."""
     piece: int
 
 
 @dataclass(slots=True, eq=False)
 class _Reading:
-    """How far one source has been read."""
+    """Progress in reading one source."""
 
     source: Source
     passes: list[list[int]] = field(default_factory=list[list[int]])
-    """Per pass its window and the pieces drawn in it; the last one is going on."""
+    """Per pass its window and the number of pieces drawn in it; the last one is in progress."""
     drawn_tokens: int = 0
     epochs: int = 0
-    """Passes that came to their end."""
+    """Completed passes."""
     pieces: Pieces = field(default_factory=lambda: np.zeros((0, 3), dtype=np.int64))
     order: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
 
@@ -58,16 +58,16 @@ class _Reading:
 
 @dataclass(frozen=True, slots=True)
 class SourceAccount:
-    """What of one source was trained on."""
+    """Totals of what was trained on from one source."""
 
     documents: int
-    """Those trained on, of all that are not held out."""
+    """Number of its documents that are not held out and are offered for training."""
     tokens: int
-    """Tokens that were trained on."""
+    """Number of tokens trained on."""
     epochs: int
-    """Whole passes, what is drawn ahead included."""
+    """Completed passes, including pieces drawn ahead."""
     times_seen: dict[int, int]
-    """Documents by how often each was read to its end."""
+    """Number of documents by how often each was read completely."""
 
 
 class Mixture:
@@ -78,7 +78,7 @@ class Mixture:
     ) -> None:
         """A step has at most `tokens_per_step` tokens, or one longer piece. Sources of weight 0 are left out.
 
-        Raises ConfigError where nothing is left.
+        Raises ConfigError if no source, or no document of a source, is left.
         """
         self._tokens_per_step = tokens_per_step
         self._pool_tokens = max(pool_tokens, tokens_per_step)
@@ -105,8 +105,8 @@ class Mixture:
         return not self._pool
 
     def set_window(self, window: int) -> None:
-        """From now on pieces have up to so many tokens; each source begins another pass. What is in the pool
-        stays as it is."""
+        """Sets the maximum length of pieces that are drawn from now on; each source begins another pass. The
+        pool is unchanged."""
         if window == self._window:
             return
         self._window = window
@@ -130,7 +130,7 @@ class Mixture:
         return chosen
 
     def figures(self) -> Mapping[str, float]:
-        """See Batches: how full the step is; by source the passes so far and its share of what was drawn."""
+        """See Batches: how full the step is; by source, passes so far and share of the drawn tokens."""
         total = sum(reading.drawn_tokens for reading in self._readings)
         found = {"fill": self._fill}
         for reading in self._readings:
@@ -140,7 +140,7 @@ class Mixture:
         return found
 
     def seen_tokens(self, name: str) -> NDArray[np.int64]:
-        """[documents of the source] tokens of each that were targets so far, exactly.
+        """[documents of the source] exact number of tokens of each that were targets so far.
 
         A document of n tokens has n - 1 targets in one pass.
         """
@@ -157,7 +157,7 @@ class Mixture:
         return seen
 
     def accounts(self) -> dict[str, SourceAccount]:
-        """What was trained on, by source."""
+        """Totals of what was trained on, by source."""
         found: dict[str, SourceAccount] = {}
         for reading in self._readings:
             name, seen = reading.source.name, self.seen_tokens(reading.source.name)

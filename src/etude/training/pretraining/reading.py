@@ -1,4 +1,4 @@
-"""Raw documents from files: JSONL, Parquet, Lance, directories of texts."""
+"""Reads raw documents from files: JSONL, Parquet, Lance, directories of texts."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ _CHUNK_BYTES = 1 << 16
 
 @dataclass(slots=True)
 class ReadingReport:
-    """What was passed over, and why."""
+    """Counts of skipped documents."""
 
     skipped: dict[str, int] = field(default_factory=dict[str, int])
-    """Documents by reason: `not UTF-8`, `empty`."""
+    """By reason: `not UTF-8`, `empty`."""
 
     def skip(self, reason: str) -> None:
-        """Counts one document that is passed over."""
+        """Counts one skipped document."""
         self.skipped[reason] = self.skipped.get(reason, 0) + 1
 
 
 @dataclass(frozen=True, slots=True)
 class SourceFiles:
-    """Which files a source consists of, in a fixed order, and how they are read."""
+    """The files of a source, in a fixed order, and how they are read."""
 
     name: str
     format: str
@@ -49,14 +49,14 @@ class SourceFiles:
 
     @property
     def identity(self) -> list[tuple[str, int, int]]:
-        """Name, size in bytes and time of change of every file: what decides whether a cache still holds."""
+        """Name, size in bytes and modification time of every file: the key of the source's cache."""
         files = [path for root in self.paths for path in _files_below(root)]
         return [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
 
     def read(self, report: ReadingReport) -> Iterator[Raw]:
-        """Yields every document, in order; what is no document is counted in `report`.
+        """Yields every document, in order; skipped ones are counted in `report`.
 
-        Raises ConfigError for columns that are not there or hold something else, and for damaged files.
+        Raises ConfigError for columns that are missing or hold other data, and for damaged files.
         """
         reader = {"jsonl": _read_jsonl, "parquet": _read_parquet, "lance": _read_lance, "files": _read_text}
         for path in self.paths:
@@ -72,7 +72,7 @@ class SourceFiles:
 
 
 def find_files(name: str, config: SourceConfig) -> SourceFiles:
-    """Looks a source up. Raises ConfigError where there is nothing, or nothing of the format."""
+    """Finds the files of a source. Raises ConfigError if there are none of the format."""
     root = Path(config.path)
     if not root.exists():
         raise ConfigError(
@@ -160,8 +160,8 @@ def _read_jsonl(source: SourceFiles, path: Path, report: ReadingReport) -> Itera
 
 
 def _decompressed_lines(source: SourceFiles, path: Path, file: BinaryIO) -> Iterator[bytes]:
-    """Lines of a Zstandard file, of one frame or several. zstandard's own reader takes a file that was cut
-    short for one that ends there."""
+    """Lines of a Zstandard file, of one frame or several. zstandard's own reader does not report truncated
+    files."""
     rest, decoder = b"", None
     try:
         while chunk := file.read(_CHUNK_BYTES):
@@ -218,7 +218,7 @@ def _check_column(source: SourceFiles, path: Path, names: Sequence[str]) -> None
 
 
 def _document(source: SourceFiles, path: Path, value: Any, report: ReadingReport) -> Raw:
-    """A text or token ids; nothing at all for a null."""
+    """A text or token ids; empty for a null."""
     if value is None:
         return ""
     if isinstance(value, str):

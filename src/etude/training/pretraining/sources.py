@@ -1,4 +1,4 @@
-"""Sources of a mixture: documents, and the pieces of at most a window that are trained on."""
+"""Sources of a mixture: documents, and their division into pieces of at most a window for training."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ Pieces = NDArray[np.int64]
 
 
 class Source(Protocol):
-    """Documents that a mixture draws from. Two objects of equal digest give the same pieces."""
+    """Documents that a mixture draws from. Sources of equal digest have the same pieces."""
 
     @property
     def name(self) -> str:
-        """Of the domain."""
+        """Name of the domain."""
         ...
 
     @property
@@ -34,7 +34,7 @@ class Source(Protocol):
 
     @property
     def digest(self) -> str:
-        """Of everything that decides its pieces."""
+        """Digest of everything that determines its pieces."""
         ...
 
     @property
@@ -43,17 +43,17 @@ class Source(Protocol):
         ...
 
     def pieces(self, window: int) -> Pieces:
-        """What is trained on, in order, with a window of so many tokens."""
+        """The pieces for training with a window of so many tokens, in order."""
         ...
 
     def read(self, piece: NDArray[np.int64], window: int, random: np.random.Generator) -> Document:
-        """One piece; a function of the arguments."""
+        """Reads one piece; a function of the arguments."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class InfillingShares:
-    """How often documents are turned inside out."""
+    """How often documents are rearranged for infilling."""
 
     infilling: Infilling
     rate: float
@@ -62,7 +62,7 @@ class InfillingShares:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CorpusSource:
-    """The documents of a corpus that are not held out; what is longer than the window is cut into pieces.
+    """The documents of a corpus that are not held out; those longer than the window are cut into pieces.
 
     Neighbouring pieces share one token, the target of one and the context of the other: in one pass every
     token but a document's first is a target exactly once. Implements Source.
@@ -89,19 +89,19 @@ class CorpusSource:
         return self.corpus.lengths
 
     def pieces(self, window: int) -> Pieces:
-        """See Source. Where pieces may be turned inside out, they leave room for that."""
+        """See Source. Pieces that may be rearranged leave room for the sentinels."""
         lengths = self.corpus.lengths
         if self.shares is not None:
             window = max(2, window - RESERVED_TOKENS)
         return cut(np.flatnonzero(~self.heldout & (lengths > 1)), lengths, window)
 
     def read(self, piece: NDArray[np.int64], window: int, random: np.random.Generator) -> Document:
-        """See Source: at random turned inside out, unless it then is longer than the window."""
+        """See Source: rearranged at random, unless that makes it longer than the window."""
         document, begin, end = (int(value) for value in piece)
         tokens = self.corpus.document(document)[begin:end]
         shares = self.shares
         if shares is not None and self.corpus.is_text and random.random() < shares.rate:
-            turned = shares.infilling.turn(tokens, self.end_token, shares.spm_share, random)
+            turned = shares.infilling.rearrange(tokens, self.end_token, shares.spm_share, random)
             if turned is not None and len(turned) <= window:
                 tokens = turned
         return Document.plain(tokens)

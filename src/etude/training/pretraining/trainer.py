@@ -30,19 +30,19 @@ from etude.training.pretraining.drafts import DraftLoss, hidden_and_logprobs
 from etude.training.threads import add_gradients, count_batches, map_in_order, share_threads, splits_batches
 
 EVALUATED_TOKENS = 16_384
-"""Tokens computed at once where no gradient is wanted."""
+"""Tokens computed at once when no gradient is needed."""
 
 
 @dataclass(frozen=True, slots=True)
 class DraftTraining:
-    """Draft layers that learn along with a model, or alone."""
+    """Draft layers that are trained together with a model, or alone."""
 
     layers: DraftLayers
     config: DraftsConfig
 
 
 class NextTokenTrainer:
-    """Trains a model in place on what `batches` draws."""
+    """Trains a model in place on the documents drawn from `batches`."""
 
     def __init__(
         self,
@@ -53,36 +53,34 @@ class NextTokenTrainer:
         ranks: Ranks | None = None,
         offending: OffendingBatches | None = None,
     ) -> None:
-        """`batches`: None where another process draws. `drafts`: draft layers to be trained. `ranks`: who
-        trains the model along with this process. `offending`: where batches go whose gradient is not
-        finite."""
+        """`batches`: None if another process draws. `drafts`: draft layers to be trained. `ranks`: the
+        processes that train the model together. `offending`: stores batches whose gradient is not finite."""
         self.model = model
         self.batches = batches
         self.drafts = drafts
         self._config = config
         self._ranks: Ranks = ranks or SingleRank()
-        self._learning = _learning(model, drafts)
+        self._trainable = _trainable(model, drafts)
         self._splits_batches = splits_batches(model, self._ranks)
         self._optimizer = Optimizer(
-            self._learning, config.optimizer, config.num_steps, self._ranks, offending
+            self._trainable, config.optimizer, config.num_steps, self._ranks, offending
         )
 
     @property
     def num_steps_taken(self) -> int:
-        """Optimiser steps, those skipped for a gradient that was not finite included."""
+        """Optimiser steps, including those skipped for a gradient that was not finite."""
         return self._optimizer.num_taken
 
     @property
     def finished(self) -> bool:
-        """Whether all steps are taken, or nothing is left to train on."""
+        """Whether all steps are taken, or no documents are left."""
         exhausted = self.batches is not None and self.batches.exhausted
         return exhausted or self.num_steps_taken >= self._config.num_steps
 
     def step(self, documents: Sequence[Document] | None = None) -> Mapping[str, float]:
-        """One optimiser step; returns metrics (losses in nats per token). `documents`: what is drawn for it
-        already.
+        """One optimiser step on `documents`, or newly drawn ones; returns metrics (losses in nats per token).
 
-        Losses are weighted means over the whole step, so micro-batches change rounding and nothing else.
+        Losses are weighted means over the whole step, so micro-batches change only rounding.
         """
         with share_threads(split=self._splits_batches) as num_threads, _multiply_in(self._config.products):
             return self._step(documents, num_threads)
@@ -104,7 +102,7 @@ class NextTokenTrainer:
             weight = share.weight
             return (objective * weight if weight != 1.0 else objective), (weight * found, weight * drafted)
 
-        for found, drafted in add_gradients(self._learning, compute, self._ranks.share(plan), num_threads):
+        for found, drafted in add_gradients(self._trainable, compute, self._ranks.share(plan), num_threads):
             sums += found
             draft_sums = drafted + (draft_sums if len(draft_sums) else 0.0)
         sums = self._ranks.all_reduce_(sums)
@@ -141,15 +139,15 @@ class NextTokenTrainer:
         extra: Mapping[str, Any] | None = None,
         write: WriteCheckpoint = save_checkpoint,
     ) -> None:
-        """Everything that `restore` needs, and `extra`: plain values of the caller's, with several ranks the
-        first one's. `write`: how, perhaps while training goes on."""
+        """Writes everything that `restore` needs, and `extra`: plain values of the caller's, with several
+        ranks the first one's. `write`: writes the checkpoint, perhaps while training continues."""
         state: dict[str, Any] = {**(extra or {}), "trainer": self.state_dict()}
         if self.drafts is not None:
             state["drafts"] = self.drafts.layers.state_dict()
         write(directory, self._ranks.stored(self.model), state)
 
     def restore(self, directory: Path) -> None:
-        """Goes on where `save` was called; the model has the stored window then. Raises CheckpointError."""
+        """Restores a checkpoint of `save`, including the model's window. Raises CheckpointError."""
         before, config = self.model.config, read_architecture(directory)
         if config is not None:
             self.set_context(with_context_of(before, config))
@@ -167,24 +165,24 @@ class NextTokenTrainer:
             self.drafts.layers.load_state_dict(stored.state["drafts"])
 
     def state_dict(self) -> dict[str, Any]:
-        """What `load_state_dict` needs to go on exactly; the weights are not part of it."""
+        """The state without the weights, from which `load_state_dict` resumes exactly."""
         batches = {} if self.batches is None else self.batches.state_dict()
         return {"optimizer": self._optimizer.state_dict(), "batches": batches}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on where the state was taken. Raises CheckpointError where it is another training's."""
+        """Resumes from `state`. Raises CheckpointError if it belongs to another training."""
         if self.batches is not None:
             self.batches.load_state_dict(state["batches"])
         self._optimizer.load_state_dict(state["optimizer"])
 
     def _draw(self) -> Sequence[Document]:
-        assert self.batches is not None, "else each step is given its documents"
+        assert self.batches is not None, "otherwise each step is given its documents"
         return self.batches.draw()
 
     def _pack(self, documents: Sequence[Document]) -> Packing:
         lengths = [len(document.tokens) for document in documents]
         max_tokens = self._config.micro_batch_tokens or sum(lengths)
-        shared = 0 if self.drafts else shared_tokens(self.model, [one.tokens for one in documents])
+        shared = 0 if self.drafts else shared_tokens(self.model, [document.tokens for document in documents])
         least = count_batches(len(lengths), sum(lengths), shared) if self._splits_batches else 1
         return pack_sequences(
             lengths, max_tokens, self._ranks.world_size, least_batches=least, shared_tokens=shared
@@ -193,8 +191,8 @@ class NextTokenTrainer:
     def _objective(
         self, documents: Sequence[Document], total: Tensor, part: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """What one micro-batch adds to the step's objective; its share of the loss, the sum and number of the
-        agent's losses, its share of the balance and its tokens, [5]; and of each draft layer's loss."""
+        """One micro-batch's contributions to the step's objective; to the loss, the sum and number of agent
+        losses, the balance loss and the number of tokens, [5]; and to each draft layer's loss."""
         packed = PackedSequences.pack([document.tokens for document in documents], device_of(self.model))
         weights = packed.pack_rows([document.weights for document in documents])
         agent = packed.pack_rows([document.agent for document in documents])
@@ -225,7 +223,7 @@ class NextTokenTrainer:
 
 @contextlib.contextmanager
 def _multiply_in(number_format: Literal["float32", "bfloat16"]) -> Iterator[None]:
-    """While it lasts, factors of float32 products are rounded to this."""
+    """Within it, factors of float32 matrix products are rounded to this format."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("medium" if number_format == "bfloat16" else before)
     try:
@@ -240,7 +238,7 @@ def evaluate_loss(
     max_tokens: int = EVALUATED_TOKENS,
     ranks: Ranks | None = None,
 ) -> float:
-    """Mean loss in nats per agent token, computed up to `max_tokens` at once; NaN where there are none.
+    """Mean loss in nats per agent token, computed up to `max_tokens` at once; NaN if there are none.
 
     With several `ranks`, all call it together and each computes its share.
     """
@@ -267,8 +265,8 @@ def evaluate_loss(
     return total / count if count else float("nan")
 
 
-def _learning(model: LanguageModel, drafts: DraftTraining | None) -> nn.Module:
-    """What the optimiser updates."""
+def _trainable(model: LanguageModel, drafts: DraftTraining | None) -> nn.Module:
+    """The module whose parameters the optimiser updates."""
     if drafts is None:
         return model
     if drafts.config.only:
