@@ -64,7 +64,7 @@ def fresh_routes(model: LanguageModel, tokens: NDArray[np.int32]) -> NDArray[Any
     recorder = RecordedRoutes.of(model.config)
     ids = torch.from_numpy(tokens.astype(np.int64))
     model(ids, torch.arange(len(ids)), PackedAttention([len(ids)]), recorder)
-    return recorder.take(len(ids)).numpy()
+    return recorder.pop_routes(len(ids)).numpy()
 
 
 class Client:

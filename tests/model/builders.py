@@ -94,4 +94,4 @@ def fresh_routes(model: LanguageModel, tokens: NDArray[np.int32]) -> NDArray[np.
     recorder = model.recorder()
     ids = torch.from_numpy(tokens.astype(np.int64))
     model(ids, torch.arange(len(ids)), PackedAttention([len(ids)]), recorder)
-    return recorder.take().numpy()
+    return recorder.pop_routes().numpy()

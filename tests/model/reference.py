@@ -145,7 +145,7 @@ def our_routes(model: LanguageModel, tokens: Tensor) -> NDArray[np.integer[Any]]
     """[T, layers, top_k] of one pass over all tokens."""
     recorder = RecordedRoutes.of(model.config)
     our_logits(model, tokens, recorder)
-    return recorder.take(len(tokens)).numpy()
+    return recorder.pop_routes(len(tokens)).numpy()
 
 
 @torch.no_grad()

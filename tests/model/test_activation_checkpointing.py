@@ -63,7 +63,7 @@ def test_recorders_record_one_pass() -> None:
     recorder = RecordedRoutes.of(model.config)
     tokens = torch.from_numpy(random_tokens(9)).long()
     model(tokens, torch.arange(9), PackedAttention([9]), recorder).sum().backward()
-    assert recorder.take().shape == (9, 2, 2)
+    assert recorder.pop_routes().shape == (9, 2, 2)
 
 
 def test_less_is_kept_for_the_backward_pass() -> None:

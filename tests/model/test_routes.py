@@ -91,7 +91,7 @@ def test_gradients_reach_the_router_through_replayed_experts(
     recorder = RecordedRoutes.of(other.config)
     with torch.no_grad():
         packed_logprobs(other, ids, targets, routes=recorder)
-    routes = recorder.take(20, targets - 1)
+    routes = recorder.pop_routes(20, targets - 1)
     replay = ReplayedRoutes(routes, targets - 1)
     packed_logprobs(model, ids, targets, routes=replay)[0].sum().backward()
     for name, parameter in model.named_parameters():
@@ -105,7 +105,7 @@ def test_what_a_pass_over_some_rows_recorded_is_replayed_as_it_was() -> None:
     targets = torch.tensor([3, 4, 8, 17, 20])
     recorder = RecordedRoutes.of(model.config)
     expected, _ = packed_logprobs(model, batch, targets, routes=recorder)
-    routes = recorder.take(len(batch.tokens), targets - 1)
+    routes = recorder.pop_routes(len(batch.tokens), targets - 1)
     assert routes.shape == (23, model.config.num_moe_layers, model.config.experts_per_token)
     missing = (routes[:, -1] == missing_route(routes.dtype)).any(-1)
     assert missing.nonzero().flatten().tolist() == sorted(set(range(23)) - {2, 3, 7, 16, 19})

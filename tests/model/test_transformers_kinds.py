@@ -71,7 +71,7 @@ def test_recorded_experts_are_replayed_exactly(kind: str, monkeypatch: pytest.Mo
     recorder = model.recorder()
     free = logprobs(model, routes=recorder)
     torch.testing.assert_close(free, logprobs(model), atol=0, rtol=0)
-    routes = recorder.take(len(batch.tokens), targets - 1)
+    routes = recorder.pop_routes(len(batch.tokens), targets - 1)
     assert routes.shape == (len(batch.tokens), num_layers, top_k)
     replay = ReplayedRoutes(routes, targets - 1)
     replayed = logprobs(model, routes=replay)
@@ -106,7 +106,7 @@ def test_a_dense_model_is_asked_for_no_experts() -> None:
         logprobs(model, routes=recorder, statistics=statistics), logprobs(model), atol=0, rtol=0
     )
     assert float(statistics.balance_loss()) == 0.0
-    assert recorder.take(sum(LENGTHS)).shape == (sum(LENGTHS), 0, 0)
+    assert recorder.pop_routes(sum(LENGTHS)).shape == (sum(LENGTHS), 0, 0)
 
 
 def test_routers_that_are_not_known_are_refused_and_never_ignored() -> None:

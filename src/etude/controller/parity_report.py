@@ -201,7 +201,7 @@ def _own_routes(model: AnyModel, sequences: Sequence[NDArray[np.int32]]) -> list
     for tokens in sequences:
         batch, recorder = PackedSequences.pack([tokens], device_of(model)), model.recorder()
         model(batch.tokens, batch.positions, model.ops.packed_attention(batch.attention), recorder)
-        routes.append(recorder.take().cpu().numpy())
+        routes.append(recorder.pop_routes().cpu().numpy())
     return routes
 
 

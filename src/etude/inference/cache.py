@@ -126,7 +126,7 @@ class PagedCache:
 
     def _zeros(self, shape: tuple[int, ...]) -> Tensor:
         if self._device.type == "cpu":
-            return StreamedMemory().take(shape, self._dtype)
+            return StreamedMemory().allocate(shape, self._dtype)
         return torch.zeros(shape, device=self._device, dtype=self._dtype)
 
     def copy_page(self, source: int, target: int) -> None:

@@ -231,7 +231,7 @@ class EagerForward(ModuleAdapters):
         attention = PagedAttention(self._cache, rows)
         with self.adapted(rows):
             hidden = self._model(tokens, positions, attention, self._recorder)
-        return hidden, self._recorder.take(len(tokens))
+        return hidden, self._recorder.pop_routes(len(tokens))
 
     def sample(
         self, hidden: Tensor, params: Sequence[SamplingParams], draws: NDArray[np.float64]

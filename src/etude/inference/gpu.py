@@ -139,7 +139,7 @@ class GpuForward(ModuleAdapters):
         recorder = RecordedRoutes.of(self._model.config)
         attention = GpuPagedAttention(self._cache, rows, self._kernels.paged_attention)
         hidden = self._model(rows.tokens, rows.positions.clamp_min(0), attention, recorder)
-        return hidden, recorder.take(len(rows.tokens))
+        return hidden, recorder.pop_routes(len(rows.tokens))
 
     def use_adapters(self, adapters: Sequence[Pairs]) -> None:
         """See ForwardPass: captured steps hold the old adapters, and are dropped."""

@@ -1,4 +1,4 @@
-"""Architectures, used by the trainer and the engine alike."""
+"""Model architectures, shared by the trainer and the engine."""
 
 from etude.model.attention import PackedAttention as PackedAttention
 from etude.model.blocks import Block as Block

@@ -1,7 +1,7 @@
-"""Products with weights that low-rank adapters lie on: x weight + (x down) up, whatever computes products.
+"""Products with weights that have low-rank adapters, x weight + (x down) up, on top of any Ops.
 
-The sum is never put into the weight. A weight of 16 bits would lose most of a small update to rounding; here
-the product with the weight and that with the factors are added in float32, and rounded once.
+The adapter is never merged into the weight: one of 16 bits would lose most of a small update to rounding.
+Instead the product with the weight and that with the factors are added in float32, and rounded once.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from torch import Tensor
 from etude.model.ops import Ops
 
 Pair = tuple[Tensor, Tensor]
-"""Left [..., m, rank] and right [..., rank, n] of a weight [..., m, n], both float32: it stands for
-weight + left right."""
+"""Factors left [..., m, rank] and right [..., rank, n] of a weight [..., m, n], both float32: the adapted
+weight is weight + left right."""
 Pairs = Mapping[int, Pair]
-"""One adapter's pairs, by the `id` of the parameter that each belongs to."""
+"""One adapter's pairs, by the `id` of the parameter that each adapts."""
 
 
 class AdaptedOps:
-    """`Ops` over `inner`: its products, in its order, of the weight and then of each factor.
+    """`Ops` that add adapters to `inner`: the product with the weight is computed first, then each factor's.
 
-    Rows may use different adapters; what a row gets depends on no other if `inner` is batch-invariant.
+    Rows may use different adapters; a row's result is independent of others if `inner` is batch-invariant.
     """
 
     def __init__(self, inner: Ops, adapters: Sequence[Pairs], rows: Sequence[Tensor | None]) -> None:
-        """`rows`: [N] those of a batch that use each of `adapters`; None: all of them."""
+        """`rows`: per adapter, the rows [N] of a batch that use it; None: all of them."""
         self._inner = inner
         self._adapters = [(pairs, own) for pairs, own in zip(adapters, rows, strict=True)]
 
     def __getattr__(self, name: str) -> Any:
-        """What has no adapters is `inner`'s."""
+        """Operations without adapters are `inner`'s."""
         return getattr(self._inner, name)
 
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -51,7 +51,7 @@ class AdaptedOps:
         return self._add(residual.float() + self._wide(x, weight), x, found).to(x.dtype)
 
     def per_head(self, x: Tensor, weight: Tensor) -> Tensor:
-        """See Ops. `weight`: a parameter [heads, out, in], or one whose last dimensions are exchanged."""
+        """See Ops. `weight`: a parameter [heads, out, in], or one with its last dimensions transposed."""
         source = weight if weight._base is None else weight._base
         found = self._find(source)
         out = self._inner.per_head(x, weight)
@@ -91,11 +91,11 @@ class AdaptedOps:
         return total.to(x.dtype)
 
     def _find(self, weight: Tensor) -> list[tuple[Pair, Tensor | None]]:
-        """The pairs on `weight`, and whose they are."""
+        """The pairs of `weight`, and the rows that use each."""
         return [(pairs[id(weight)], rows) for pairs, rows in self._adapters if id(weight) in pairs]
 
     def _by_expert(self, stack: Tensor) -> list[tuple[list[Pair], Tensor | None]]:
-        """The pairs of each matrix of a stack [experts, in, out], as of weights [out, in]."""
+        """The pairs of each matrix of a stack [experts, in, out], transposed to weights [out, in]."""
         return [
             (list(zip(right.mT.unbind(0), left.mT.unbind(0), strict=True)), rows)
             for (left, right), rows in self._find(stack)

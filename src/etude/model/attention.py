@@ -1,4 +1,4 @@
-"""Attention over a packed batch: many sequences, one after the other, none sees another."""
+"""Attention over a packed batch: concatenated sequences that do not attend to each other."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from etude.model.permute import pad, unpad
 
 @dataclass(frozen=True, slots=True)
 class _Bucket:
-    """Sequences of like length, padded to the longest of them."""
+    """Sequences of similar length, padded to the longest of them."""
 
     num_sequences: int
     length: int
     source: Tensor
-    """[num_sequences * length] row of each place within the bucket; the row count for padding."""
+    """[num_sequences * length] row at each position of the padded bucket; the row count for padding."""
     place: Tensor
-    """[rows] place of each row."""
+    """[rows] position of each row in the padded bucket."""
     num_rows: int
 
 
 class PackedAttention:
     """Causal attention within each sequence of a packed batch.
 
-    float32 on a CPU goes through native blocks (see `flash`). All else is cut into a few buckets of like
-    length, each padded to its own longest, so that little is computed for nothing: sequences must lie in
-    order of falling length.
+    float32 on a CPU uses native kernels (see `flash`). Otherwise sequences are grouped into a few buckets of
+    similar length, each padded to its own longest, so that little computation is wasted: their lengths must
+    be in falling order.
     """
 
     def __init__(
@@ -47,15 +47,15 @@ class PackedAttention:
         unused: NDArray[np.int64] | None = None,
     ) -> None:
         """`lengths`: tokens of each sequence, falling. `waste`: padding share at which a bucket is closed.
-        `device`: of the rows that will attend, by default the CPU. `unused` [sequences]: how many rows each
-        begins with of whose results the caller takes none."""
+        `device`: device of the rows, by default the CPU. `unused` [sequences]: number of rows at the start of
+        each whose results the caller does not use."""
         assert all(a >= b for a, b in itertools.pairwise(lengths)), "lengths must fall"
         self.lengths = tuple(lengths)
         """Tokens of each sequence."""
         self._waste, self._device = waste, device
         self._starts = np.concatenate(([0], np.cumsum(self.lengths, dtype=np.int64)))
         self.unused = unused
-        """As given: these results may be anything."""
+        """As given: the results of these rows are undefined."""
 
     @cached_property
     def _buckets(self) -> list[_Bucket]:
@@ -72,7 +72,7 @@ class PackedAttention:
         """The same by PyTorch's kernel, bucket by bucket, for any type and device."""
         value_dim = value.shape[-1]
         if value_dim < key.shape[-1]:
-            # The fused CPU kernel wants one width for all three; zeros cost less than leaving it.
+            # The fused CPU kernel needs equal widths; padding with zeros costs less than another kernel.
             value = F.pad(value, (0, key.shape[-1] - value_dim))
             return self.attend_padded(query, key, value)[..., :value_dim]
         if len(self._buckets) == 1:
@@ -97,7 +97,7 @@ def _attend_bucket(bucket: _Bucket, query: Tensor, key: Tensor, value: Tensor) -
 
 
 def _split(lengths: Sequence[int], waste: float) -> list[list[int]]:
-    """Cuts falling lengths into runs whose padding stays under `waste` of what is computed."""
+    """Splits falling lengths into runs whose share of padding stays below `waste`."""
     buckets: list[list[int]] = []
     for length in lengths:
         bucket = buckets[-1] if buckets else []
@@ -110,7 +110,7 @@ def _split(lengths: Sequence[int], waste: float) -> list[list[int]]:
 
 
 def _make_bucket(lengths: Sequence[int], device: torch.device | str | None) -> _Bucket:
-    """Its indices are found on the CPU: on a GPU, counting what is inside would wait for it."""
+    """Computes the indices on the CPU: on a GPU, counting the rows would synchronise with the device."""
     longest, num_rows = lengths[0], sum(lengths)
     starts = torch.tensor(lengths).cumsum(0) - torch.tensor(lengths)
     column = torch.arange(longest)

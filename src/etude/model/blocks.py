@@ -1,6 +1,6 @@
-"""Transformer blocks: attention and a feed-forward part, each behind a norm and beside a residual.
+"""Transformer blocks: attention and a feed-forward part, each with a pre-norm and a residual connection.
 
-Tokens come flat, [T, ...], without padding; who may see whom is the attention object's business.
+Tokens are flat, [T, ...], without padding; the attention object decides which rows attend to which.
 """
 
 from __future__ import annotations
@@ -13,27 +13,27 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from etude.config import ModelConfig
-from etude.model.feed_forward import DenseMlp, Experts, Pass, SharedExperts, first_and_again
+from etude.model.feed_forward import DenseMlp, Experts, Pass, SharedExperts, recomputed_passes
 from etude.model.rotary import attention_scale
 
 
 class Block(nn.Module):
-    """What all blocks share; a subclass has the attention's projections."""
+    """Base class of all blocks; a subclass defines the attention's projections."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         self.layer = layer
         self.recompute = False
-        """Activation checkpointing: only what comes in is kept, the backward pass computes the rest again."""
+        """Activation checkpointing: only the input is kept, and the backward pass recomputes the rest."""
         self.eps = config.rms_norm_eps
         width = config.hidden_size
         self.route_layer = layer - (config.num_layers - config.num_moe_layers)
-        """Place among the layers that route; negative for a dense one."""
+        """Index among the layers that route; negative for a dense one."""
         self.attention_norm = nn.Parameter(torch.ones(width))
         attended = self._add_projections(config)
         self.out = nn.Parameter(torch.empty(width, attended))
         self.experts_norm = nn.Parameter(torch.ones(width))
-        """Before the feed-forward part, dense or routed."""
+        """Norm before the feed-forward part, dense or routed."""
         self.experts: Experts | None = None
         self.mlp: DenseMlp | None = None
         if self.route_layer < 0:
@@ -42,11 +42,11 @@ class Block(nn.Module):
             self.experts = (SharedExperts if config.is_latent else Experts)(config)
 
     def _add_projections(self, config: ModelConfig) -> int:
-        """Makes the attention's parameters; returns the width of what it gives to `out`."""
+        """Creates the attention's parameters; returns the input width of `out`."""
         raise NotImplementedError
 
     def divide_heads(self, parts: int) -> None:
-        """Says that the attention's weights are from now on those of one of `parts` equal runs of heads."""
+        """Sets the number of heads for weights that are one of `parts` equal runs of heads."""
         raise NotImplementedError
 
     def _attend(self, normed: Tensor, shared: Pass) -> Tensor:
@@ -57,7 +57,7 @@ class Block(nn.Module):
         """hidden [T, width] -> [T, width], or only the rows `wanted` [N] of it, [N, width]."""
         if not (self.recompute and torch.is_grad_enabled()):
             return self._compute(hidden, shared, wanted)
-        passes = first_and_again(shared)
+        passes = recomputed_passes(shared)
         return cast(
             Tensor,
             checkpoint(
@@ -81,8 +81,8 @@ class Block(nn.Module):
 
 
 class GroupedQueryBlock(Block):
-    """Grouped-query attention (Ainslie et al. 2023), as Llama has it; with biases on queries, keys and values
-    as Qwen2, or with normalised queries and keys as Qwen3."""
+    """Grouped-query attention (Ainslie et al. 2023) as in Llama; with biases on queries, keys and values for
+    Qwen2, or with normalised queries and keys for Qwen3."""
 
     def _add_projections(self, config: ModelConfig) -> int:
         self.heads, self.kv_heads, self.dim = config.num_heads, config.num_kv_heads, config.head_dim
@@ -116,16 +116,16 @@ class GroupedQueryBlock(Block):
 
 
 LATENT_NORM_EPS = 1e-6
-"""Of the norms inside latent attention: the architecture fixes it, whatever `rms_norm_eps` is."""
+"""Epsilon of the norms inside latent attention: fixed by the architecture, independent of `rms_norm_eps`."""
 
 
 class LatentBlock(Block):
     """Multi-head latent attention in its absorbed form (DeepSeek-V2, 2024).
 
     A token's key is [compressed | rotary], one for all heads, and its value is the compressed part: this is
-    what is cached. A head's key projection is moved to the query, and its value projection behind the
-    attention, so nothing is ever expanded per cached token. The query is scaled so that attention which
-    divides scores by sqrt(key_dim), as it always does, gives the architecture's own scale.
+    what is cached. A head's key projection is applied to the query, and its value projection after attention,
+    so nothing is expanded per cached token. Attention always divides scores by sqrt(key_dim); the query is
+    scaled so that the result is the architecture's own scale.
     """
 
     def _add_projections(self, config: ModelConfig) -> int:
@@ -150,7 +150,7 @@ class LatentBlock(Block):
         return heads * config.v_head_dim
 
     def divide_heads(self, parts: int) -> None:
-        """See Block. What all heads share stays whole."""
+        """See Block. Weights that all heads share are not divided."""
         self.heads //= parts
 
     def _attend(self, normed: Tensor, shared: Pass) -> Tensor:
@@ -175,5 +175,5 @@ class LatentBlock(Block):
 
 
 def make_block(config: ModelConfig, layer: int) -> Block:
-    """The block that the architecture has at this layer."""
+    """The block of the configured architecture for this layer."""
     return (LatentBlock if config.is_latent else GroupedQueryBlock)(config, layer)

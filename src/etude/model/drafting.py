@@ -1,8 +1,8 @@
 """Layers that draft tokens beyond the next one (multi-token prediction).
 
-They stand beside the model and are no part of it: not trained, not published with its weights, and not needed
-to sample. A drafted token is only ever proposed; the model decides whether it stays, so draft layers that lag
-behind the policy cost acceptances and change no distribution.
+They are separate from the model: not trained or published with its weights, and not needed to sample. A
+drafted token is only a proposal that the model accepts or rejects, so draft layers that lag behind the policy
+lower the acceptance rate and do not change the distribution.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from etude.model.routes import NativeRoutes
 from etude.protocols import Attention
 
 DRAFT_PREFIX = "drafts."
-"""Before the names of draft layers' tensors, where a set of weights holds them beside the model's."""
+"""Prefix of the names of draft layers' tensors in a set of weights that also holds the model's."""
 
 
 class DraftLayer(nn.Module):
     """One more block, fed with a hidden state and the token that follows it (DeepSeek-V3, 2024)."""
 
     def __init__(self, config: ModelConfig, index: int) -> None:
-        """`config`: of the draft layers, whose blocks all route; `index`: its layer in their own cache."""
+        """`config`: of the draft layers, whose blocks all route; `index`: its layer in their cache."""
         super().__init__()
         width = config.hidden_size
         self.eps = config.rms_norm_eps
@@ -57,10 +57,10 @@ class DraftLayers(nn.Module):
     """All draft layers of one model, with which they share embedding, rotary tables, operators and head."""
 
     def __init__(self, config: ModelConfig, num_layers: int) -> None:
-        """`config`: the model's; `num_layers`: how many tokens can be drafted at once."""
+        """`config`: the model's; `num_layers`: number of tokens that can be drafted at once."""
         super().__init__()
         self.config = config.model_copy(update={"num_layers": num_layers, "first_k_dense_replace": 0})
-        """Of the draft layers by themselves; a cache for them is made from it."""
+        """Configuration of the draft layers alone, for instance to create their cache."""
         self.layers = nn.ModuleList(DraftLayer(self.config, index) for index in range(num_layers))
         self._routes = NativeRoutes(config.experts_per_token)
 
@@ -73,11 +73,11 @@ class DraftLayers(nn.Module):
         positions: Tensor,
         attention: Attention[Tensor],
     ) -> Tensor:
-        """What layer `index` makes of hidden [T, width] and the tokens [T] that follow those rows.
+        """The output of layer `index` for hidden [T, width] and the tokens [T] that follow those rows.
 
-        For layer 0, `hidden` is what the model returned; for each further one, what the layer before it did,
-        with the tokens one place further on. `positions` [T]: of `tokens`, or all of them by the same
-        number smaller: only distances count. `attention` sees these layers alone, counted from 0.
+        For layer 0, `hidden` is the model's output; for each further one, that of the layer before it, with
+        the tokens one position later. `positions` [T]: of `tokens`, or all smaller by the same number, since
+        only distances matter. `attention` is for these layers alone, counted from 0.
         `model.logits` of the result is the distribution of the token after `tokens`. Differentiable.
         """
         embedded = F.embedding(tokens, model.embedding)

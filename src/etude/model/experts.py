@@ -1,12 +1,12 @@
-"""The experts of one layer on a CPU, forwards and backwards.
+"""The experts of one layer on a CPU, forward and backward.
 
-Rows are sorted by expert, so that each expert's are one block of rows. What lies between two products of an
-expert stays in the processor's cache. Gates are applied between the two products, to the narrower tensor (a
-gate times a row's product is the product of the row times the gate), so the wide results are never kept. For
-the engine's bits they are applied behind, as it does; the gradients are the same.
+Rows are sorted by expert, so that each expert's are one block of rows. Values between the two products of an
+expert stay in the processor's cache. Gates are applied between the two products, to the narrower tensor (a
+gate times a row's product is the product of the row times the gate), so the wide results are never kept. To
+match the engine bitwise they are applied after the second product, as there; the gradients are the same.
 
-All experts are one native call where its products outrun PyTorch's, else they come expert by expert: two
-products forwards and four backwards, into buffers that are there already.
+All experts are one native call if its products are faster than PyTorch's; otherwise each expert has two
+products in the forward and four in the backward pass, into preallocated buffers.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class _NativeExperts(torch.autograd.Function):
         to_gate_up = gate_up.new_empty(gate_up.shape) if ctx.needs_input_grad[1] else None
         to_down = down.new_empty(down.shape) if ctx.needs_input_grad[2] else None
         to_x, to_weights = mixture.mix_backward(
-            gradient, mixture.Sorted(*made), gate_up, down, to_gate_up, to_down
+            gradient, mixture.SortedCopies(*made), gate_up, down, to_gate_up, to_down
         )
         return to_x, to_gate_up, to_down, None, to_weights, None
 
@@ -101,10 +101,10 @@ class _Experts(torch.autograd.Function):
 def mix_by_expert(
     x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, weights: Tensor, *, as_engine: bool = False
 ) -> Tensor:
-    """See Ops.experts; on a CPU. Sums over a token's experts are float32 where x has 16 bits.
+    """See Ops.experts; on a CPU. Sums over a token's experts are float32 if x has 16 bits.
 
-    `as_engine`: with the bits of the engine's pass; all float32. Raises RouteReplayError where `chosen` names
-    no expert.
+    `as_engine`: bitwise equal to the engine's forward pass; all float32. Raises RouteReplayError if `chosen`
+    has an invalid expert.
     """
     if as_engine or training.multiplies(x, gate_up, down, weights):
         return cast(Tensor, _NativeExperts.apply(x, gate_up, down, chosen, weights, as_engine))
@@ -112,7 +112,7 @@ def mix_by_expert(
 
 
 def _places(sizes: list[int]) -> list[tuple[int, slice]]:
-    """Each expert that somebody chose, and its rows."""
+    """Each expert that any token chose, and its rows."""
     places: list[tuple[int, slice]] = []
     first = 0
     for expert, size in enumerate(sizes):

@@ -1,4 +1,4 @@
-"""What stands behind attention in a block: one dense layer, or routed experts."""
+"""The feed-forward part of a block: one dense layer, or routed experts."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from etude.protocols import Attention, Routes
 
 
 class RouterStatistics:
-    """What the load-balancing loss needs, per layer that routes."""
+    """Inputs of the load-balancing loss, per layer that routes."""
 
-    # Not a dataclass: on the way into a block, FSDP2 rebuilds those that hold differentiable tensors, and
-    # what the block then adds is lost.
+    # Not a dataclass: FSDP2 copies dataclasses with differentiable tensors when they are passed to a block,
+    # and what the block then appends is lost.
     def __init__(self, probabilities: list[Tensor], shares: list[Tensor]) -> None:
         self.probabilities = probabilities
         """[experts] mean router probability, differentiable."""
@@ -26,7 +26,7 @@ class RouterStatistics:
 
     def balance_loss(self) -> Tensor:
         """Mean over layers of experts * sum(share * probability) (Switch Transformer, Fedus et al. 2021);
-        0 where no layer routes."""
+        0 if no layer routes."""
         losses = [
             len(share) * (share * probability).sum()
             for share, probability in zip(self.shares, self.probabilities, strict=True)
@@ -36,7 +36,7 @@ class RouterStatistics:
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """What all blocks share in one forward pass."""
+    """Inputs that all blocks share in one forward pass."""
 
     ops: Ops
     rotation: tuple[Tensor, Tensor]
@@ -46,8 +46,8 @@ class Pass:
     statistics: RouterStatistics | None
 
 
-class _ChosenOnce:
-    """Routes that are asked once for each layer; a second question gets the same answer."""
+class _CachedRoutes:
+    """Selects each layer's routes once, and returns the same for further calls."""
 
     def __init__(self, routes: Routes[Tensor]) -> None:
         self._routes = routes
@@ -59,14 +59,14 @@ class _ChosenOnce:
         return self._chosen[layer]
 
 
-def first_and_again(shared: Pass) -> Iterator[Pass]:
-    """Passes of a block that is computed several times: the first counts, the others repeat its choice of
-    experts and leave no trace, so that a record is consumed, and the router's statistics taken, once."""
-    routes = _ChosenOnce(shared.routes)
+def recomputed_passes(shared: Pass) -> Iterator[Pass]:
+    """Passes of a block that is recomputed: those after the first repeat its choice of experts and have no
+    side effects, so that routes are consumed, and the router's statistics recorded, once."""
+    routes = _CachedRoutes(shared.routes)
     yield replace(shared, routes=routes)
     while True:
-        unheard = None if shared.statistics is None else RouterStatistics([], [])
-        yield replace(shared, routes=routes, statistics=unheard)
+        discarded = None if shared.statistics is None else RouterStatistics([], [])
+        yield replace(shared, routes=routes, statistics=discarded)
 
 
 class DenseMlp(nn.Module):
@@ -83,13 +83,13 @@ class DenseMlp(nn.Module):
         return ops.total(self.partial(ops.spread(hidden), ops))
 
     def partial(self, hidden: Tensor, ops: Ops) -> Tensor:
-        """hidden [T, width], spread -> [T, width], not yet added up."""
+        """hidden [T, width] after `spread` -> [T, width], this rank's term of the `total`."""
         gate, up = ops.linear(hidden, self.gate_up).chunk(2, dim=-1)
         return ops.linear(ops.silu_gate(gate, up), self.down)
 
 
 class Experts(nn.Module):
-    """A softmax router over the top k, and the experts of one block (Qwen3 technical report, 2025)."""
+    """A softmax router with top-k selection, and the experts of one block (Qwen3 technical report, 2025)."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -110,24 +110,24 @@ class Experts(nn.Module):
         return shared.ops.total(self._mix(shared.ops.spread(hidden), chosen, gates, shared.ops))
 
     def _mix(self, hidden: Tensor, chosen: Tensor, gates: Tensor, ops: Ops) -> Tensor:
-        """hidden [T, width], spread -> [T, width], not yet added up."""
+        """hidden [T, width] after `spread` -> [T, width], this rank's term of the `total`."""
         return ops.experts(hidden, self.gate_up, self.down, chosen, ops.spread(gates))
 
     def _count(self, probabilities: Tensor, chosen: Tensor, statistics: RouterStatistics | None) -> None:
         if statistics is None:
             return
         flat = chosen.flatten()
-        # Not bincount: on a GPU it waits for the device.
+        # Not bincount: on a GPU it synchronises with the device.
         counts = flat.new_zeros(self.num_experts).scatter_add_(0, flat, torch.ones_like(flat))
         statistics.probabilities.append(probabilities.mean(0))
         statistics.shares.append(counts / chosen.numel())
 
 
 class SharedExperts(Experts):
-    """A sigmoid router with a bias on the choice, groups, and experts that see every token.
+    """A sigmoid router with a selection bias, expert groups, and shared experts that process every token.
 
-    The bias decides who is chosen and does not enter the gates: it balances the load without a loss of its
-    own (DeepSeek-V3 technical report, 2024). It is not trained by gradients.
+    The bias affects which experts are chosen but not the gates: it balances the load without an auxiliary
+    loss (DeepSeek-V3 technical report, 2024). It is not trained by gradients.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -135,13 +135,13 @@ class SharedExperts(Experts):
         self.scale = config.routed_scaling_factor
         self.num_groups, self.top_groups = config.n_group, config.topk_group
         self.score_bias = nn.Parameter(torch.zeros(config.num_experts), requires_grad=False)
-        """[experts] float32, whatever the type of the rest."""
+        """[experts] float32, whatever the type of the other weights."""
         inner = config.n_shared_experts * config.expert_size
         self.shared = DenseMlp(config.hidden_size, inner) if inner else None
 
     def forward(self, layer: int, hidden: Tensor, shared: Pass) -> Tensor:
         scores = shared.ops.activate(shared.ops.router(hidden, self.router), "sigmoid")
-        chosen = shared.routes.select(layer, self._for_choice(scores.detach()))
+        chosen = shared.routes.select(layer, self._selection_scores(scores.detach()))
         if shared.statistics is not None:
             self._count(scores / scores.sum(dim=-1, keepdim=True), chosen, shared.statistics)
         gates = shared.ops.gates(scores, chosen, self.normalise, self.scale)
@@ -151,8 +151,8 @@ class SharedExperts(Experts):
             mixed = mixed + self.shared.partial(rows, shared.ops)
         return shared.ops.total(mixed)
 
-    def _for_choice(self, scores: Tensor) -> Tensor:
-        """Biased scores [T, experts], -inf outside the best groups; a group counts by its two best."""
+    def _selection_scores(self, scores: Tensor) -> Tensor:
+        """Biased scores [T, experts], -inf outside the best groups; a group is ranked by its two best."""
         biased = scores + self.score_bias
         if self.num_groups == 1:
             return biased

@@ -1,4 +1,4 @@
-"""Packed attention in native blocks, forwards and backwards: nothing is padded and no scores are kept."""
+"""Packed attention with native kernels, forward and backward: without padding and without stored scores."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def attend(
     """Causal attention within each sequence of a packed batch; float32 on a CPU, see `training.computes`.
 
     query [T, heads, dim], key [T, kv_heads, dim], value [T, kv_heads, value_dim], starts [sequences + 1] ->
-    [T, heads, value_dim]. `unused` [sequences]: how many rows each begins with of whose results the caller
-    takes none. `pages` of the same sequences: with the bits of the engine's pass, see `PackedPages.attend`.
+    [T, heads, value_dim]. `unused` [sequences]: number of rows at the start of each whose results the caller
+    does not use. `pages` of the same sequences: bitwise equal to the engine, see `PackedPages.attend`.
     """
     return cast(Tensor, _Attention.apply(query, key, value, starts, unused, pages))

@@ -1,10 +1,10 @@
-"""Pointwise parts of a block with gradients written out, for training on a CPU.
+"""Fused pointwise operations of a block with explicit gradients, for training on a CPU.
 
-Autograd runs one operator per step of a formula, forwards and backwards, and each reads and writes all rows.
-Written out, a norm, a rotation or a gate takes half as many passes over memory and keeps less for the
-backward pass. Each sums in a fixed order.
+Autograd runs one operator per step of a formula, forward and backward, and each reads and writes all rows.
+Fused, a norm, a rotation or a gate takes half as many passes over memory and keeps less for the backward
+pass. Each sums in a fixed order.
 
-`as_engine`: float32 with the bits of the engine's pass; gradients are the same functions' either way.
+`as_engine`: float32, bitwise equal to the engine's forward pass; gradients are computed the same either way.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class _Rotation(torch.autograd.Function):
 
 
 class _SiluGate(torch.autograd.Function):
-    """silu(gate) * up, which keeps its inputs alone."""
+    """silu(gate) * up; only the inputs are kept for the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor, as_engine: bool) -> Tensor:
@@ -126,7 +126,7 @@ def scaled_gate(opened: Tensor, scale: Tensor) -> Tensor:
 def scaled_gate_backward(
     to_out: Tensor, opened: Tensor, scale: Tensor, to_scale: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """`scaled_gate` again, and the gradient of `opened`; that of `scale` is written to `to_scale` [T, 1]."""
+    """Recomputed `scaled_gate`, and the gradient of `opened`; writes that of `scale` to `to_scale` [T, 1]."""
     gate, up = opened.chunk(2, dim=-1)
     if training.computes(to_out, opened, scale, to_scale):
         return pointwise.silu_gate_backward(to_out, gate, up, scale, to_scale)

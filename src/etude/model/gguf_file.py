@@ -1,4 +1,4 @@
-"""GGUF files, as llama.cpp has models: read as the Hugging Face directory that they were made from.
+"""Reads GGUF files (llama.cpp) as the Hugging Face directory that they were converted from.
 
     metadata ──> the values of a config.json
     tensors ──> float32 under Hugging Face's names, dequantised by the `gguf` package
@@ -60,11 +60,11 @@ _OPTIONAL_FIELDS = {
 _REFUSED_FIELDS = ("expert_count", "attention.sliding_window")
 _ROPE_FREQUENCIES = "rope_freqs.weight"
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""How all Llama 3 models that stretch positions do it. GGUF stores only the divisors that follow from it."""
+"""RoPE scaling of all Llama 3 models with scaling. GGUF stores only the divisors that result from it."""
 
 
 def _check_magic(path: Path) -> None:
-    """Raises CheckpointError for a file that does not begin as GGUF does."""
+    """Raises CheckpointError for a file without GGUF's magic bytes."""
     with path.open("rb") as file:
         if file.read(len(_MAGIC)) == _MAGIC:
             return
@@ -76,7 +76,7 @@ class GgufFile:
     """One open file. Implements `Tensors` of `etude.model.huggingface.files`."""
 
     def __init__(self, path: Path) -> None:
-        """Raises CheckpointError for a file that is damaged, of unknown types or one of several;
+        """Raises CheckpointError for a file that is damaged, has unknown types or is one of several parts;
         MissingPackageError without the `gguf` package."""
         try:
             import gguf
@@ -89,7 +89,7 @@ class GgufFile:
             self.metadata: Mapping[str, Any] = {
                 name: field.contents() for name, field in reader.fields.items()
             }
-        except Exception as error:  # whatever it raises for bytes that it does not expect
+        except Exception as error:  # anything that it raises for unexpected bytes
             raise CheckpointError(
                 f"cannot be read as GGUF: {error}",
                 field=path.name,
@@ -164,13 +164,13 @@ class GgufFile:
         return values
 
     def _in_halves(self, name: str, weight: Tensor) -> Tensor:
-        """The rows of each head, which lie in pairs of one rotation in llama.cpp's Llama."""
+        """Reorders the rows of each head from llama.cpp's interleaved rotary layout to the half-split one."""
         count = "head_count" if "q_proj" in name else "head_count_kv"
         heads = self.metadata.get(f"llama.attention.{count}", self.metadata["llama.attention.head_count"])
         return weight.unflatten(0, (heads, -1, 2)).transpose(1, 2).reshape(weight.shape)
 
     def _rope_scaling(self, kind: str) -> dict[str, Any]:
-        """What `rope_scaling` says in a config.json; nothing where positions are not stretched."""
+        """The value of `rope_scaling` in a config.json; empty if positions are not scaled."""
         given = f"{kind}.rope.scaling"
         scaling = self.metadata.get(f"{given}.type", "none")
         if scaling != "none":
@@ -195,7 +195,7 @@ class GgufFile:
 
 
 def _their_name(name: str) -> str:
-    """Hugging Face's name of a tensor; one that is not known stays as it is."""
+    """Hugging Face's name of a tensor; unknown names are unchanged."""
     stem, _, kind = name.rpartition(".")
     if stem.startswith("blk.") and stem.count(".") == 2:
         _, layer, part = stem.split(".")
@@ -204,7 +204,7 @@ def _their_name(name: str) -> str:
 
 
 def _as_written(value: Any) -> Any:
-    """A float32 as the decimal number that it was made from."""
+    """A float32 as the decimal number that it was converted from."""
     return float(f"{value:.7g}") if isinstance(value, float) else value
 
 

@@ -1,4 +1,4 @@
-"""The whole model, whatever its blocks: one definition for the trainer and the engine."""
+"""The language model, generic in its blocks: one definition for the trainer and the engine."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from etude.protocols import Attention, Routes
 
 
 class LanguageModel(nn.Module):
-    """Embedding, blocks, a last norm and the output head.
+    """Embedding, blocks, final norm and output head.
 
-    All arithmetic goes through `ops`, which may be exchanged between two forward passes.
+    All arithmetic uses `ops`, which may be replaced between forward passes.
     """
 
     def __init__(self, config: ModelConfig, vocab_size: int) -> None:
@@ -30,7 +30,7 @@ class LanguageModel(nn.Module):
         self.vocab_size = vocab_size
         self.ops: Ops = TorchOps()
         self.adapt: Callable[[Ops], Ops] | None = None
-        """Puts low-rank adapters onto `ops`, anew for each forward pass; None without any."""
+        """Adds low-rank adapters to `ops`, for each forward pass; None without adapters."""
         self.embedding = nn.Parameter(torch.empty(vocab_size, config.hidden_size))
         self.blocks = nn.ModuleList(make_block(config, layer) for layer in range(config.num_layers))
         self.final_norm = nn.Parameter(torch.ones(config.hidden_size))
@@ -41,11 +41,11 @@ class LanguageModel(nn.Module):
             self.register_buffer(name, table, persistent=False)
         self.native_routes = NativeRoutes(config.experts_per_token)
         self.unread: Path | None = None
-        """The directory that the weights are still to be read from: the model is on the device `meta`."""
+        """Directory from which the weights have yet to be read; the model is then on the device `meta`."""
 
     @property
     def head(self) -> nn.Parameter:
-        """[vocabulary, width]: the embedding itself where the two are tied."""
+        """[vocabulary, width]: the embedding itself if the two are tied."""
         return self.embedding if self.output_embedding is None else self.output_embedding
 
     @property
@@ -55,16 +55,16 @@ class LanguageModel(nn.Module):
 
     @property
     def routes_shape(self) -> tuple[int, int]:
-        """Layers that route, and experts per token; (0, 0) where no experts are chosen."""
+        """Layers that route, and experts per token; (0, 0) for a dense model."""
         return self.config.num_moe_layers, self.config.routes_per_token
 
     @property
     def num_experts(self) -> int:
-        """Experts of a layer that routes; 0 where none does."""
+        """Experts of a layer that routes; 0 for a dense model."""
         return self.config.num_experts if self.config.num_moe_layers else 0
 
     def recorder(self) -> RecordedRoutes:
-        """Keeps the experts of one forward pass."""
+        """Records the experts of one forward pass."""
         return RecordedRoutes.of(self.config)
 
     def forward(
@@ -78,8 +78,8 @@ class LanguageModel(nn.Module):
     ) -> Tensor:
         """tokens [T], positions [T] -> final hidden states [T, width], after the last norm.
 
-        `wanted` [N]: only these rows are returned, [N, width], and what follows the last attention is
-        computed for them alone: `routes` and `statistics` then see N rows in the last layer.
+        `wanted` [N]: only these rows are returned, [N, width], and all operations after the last attention
+        are computed for them alone: `routes` and `statistics` then have N rows in the last layer.
         """
         ops = self.ops if self.adapt is None else self.adapt(self.ops)
         hidden = ops.embed(tokens, self.embedding)
@@ -101,13 +101,13 @@ class LanguageModel(nn.Module):
         return self.ops.logprobs(hidden, self.head, tokens, temperature)
 
     def reset_rotation(self) -> None:
-        """Computes the rotary tables anew, as `config` says, in their type and place."""
+        """Recomputes the rotary tables from `config`, in their type and on their device."""
         for name, table in zip(("cosine", "signed_sine"), rotary_tables(self.config), strict=True):
             setattr(self, name, table.to(self.get_buffer(name)))
 
     def checkpoint_activations(self, enabled: bool = True) -> None:
-        """Whether blocks keep only their input for the backward pass and compute the rest again: a third
-        more work or so, a fraction of the memory, the same gradients."""
+        """Sets whether blocks keep only their input for the backward pass and recompute the rest: about a
+        third more work, a fraction of the memory, the same gradients."""
         for block in self.blocks:
             cast(Block, block).recompute = enabled
 
@@ -121,7 +121,7 @@ class LanguageModel(nn.Module):
 
     @torch.no_grad()
     def initialise(self, seed: int) -> None:
-        """Draws new weights: normal matrices, unit norms, output projections scaled by depth, no biases."""
+        """Draws the weights: normal matrices, unit norms, output projections scaled by depth, no biases."""
         generator = torch.Generator().manual_seed(seed)
         std = self.config.initializer_range
         residual = std / (2 * self.config.num_layers) ** 0.5

@@ -1,4 +1,4 @@
-"""Models of any architecture: our own definition where there is one, otherwise transformers'."""
+"""Loads models of any architecture: with our own implementation if there is one, otherwise transformers'."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ AnyModel = LanguageModel | TransformersModel
 
 
 def load_any_model(directory: Path, dtype: torch.dtype = torch.float32) -> AnyModel:
-    """A model of ours where the architecture is defined here, otherwise transformers'. Raises
+    """Loads a LanguageModel if we implement the architecture, otherwise a TransformersModel. Raises
     CheckpointError."""
     if read_architecture(directory) is None:
         return TransformersModel.load(directory, dtype)
@@ -33,7 +33,7 @@ def save_any_model(model: AnyModel, directory: Path) -> None:
 
 
 def read_architecture(directory: Path) -> ModelConfig | None:
-    """What `config.json` says of one of our own architectures; None for another. Raises CheckpointError."""
+    """Configuration of a model that we implement; None for another architecture. Raises CheckpointError."""
     try:
         return read_fields(directory / "config.json").config
     except ForeignModelError:
@@ -41,8 +41,8 @@ def read_architecture(directory: Path) -> ModelConfig | None:
 
 
 def read_vocab_size(directory: Path) -> int:
-    """Rows of the embedding of one of our own architectures, which may be more than its tokenizer has tokens.
-    Raises CheckpointError."""
+    """Embedding rows of a model that we implement, which may be more than its tokenizer has tokens. Raises
+    CheckpointError."""
     return read_fields(directory / "config.json").vocab_size
 
 
@@ -56,7 +56,7 @@ def read_window(directory: Path) -> int:
     try:
         config = transformers.AutoConfig.from_pretrained(directory, local_files_only=True)
         return int(config.get_text_config().max_position_embeddings)
-    except Exception as error:  # whatever it raises for fields that it does not expect
+    except Exception as error:  # anything that it raises for unexpected fields
         raise CheckpointError(
             f"says no longest sequence that transformers understands: {error}",
             field="config.json",

@@ -1,9 +1,9 @@
-"""Log-probabilities of given tokens without ever holding all logits.
+"""Log-probabilities of given tokens without materialising all logits.
 
 Logits of N rows over a large vocabulary are by far the largest tensor of a training step: 8,192 rows of
-150,000 are 4.9 GB, and a plain cross-entropy holds several of that size. Rows are therefore taken a few at a
-time. Where all distributions together are small they are kept for the backward pass; else the pass computes
-their logits again: four products instead of three.
+150,000 are 4.9 GB, and a plain cross-entropy holds several of that size. Rows are therefore computed in
+blocks. If all distributions together are small, they are kept for the backward pass; otherwise it recomputes
+their logits: four products instead of three.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from etude.model.products import engine_product, product
 BLOCK_LOGITS = 1 << 22
 """Logits that are computed at once on a CPU: 16 MB in float32, which stay in a processor's cache."""
 _ACCELERATOR_FACTOR = 16
-"""So many times as many on other devices, which want large products and have more memory."""
+"""Factor on BLOCK_LOGITS on other devices, which need larger products and have more memory."""
 _LEAST_ROWS = 128
-"""Rows of a block at least: with fewer, reading the head costs more than the products."""
+"""Minimum rows of a block: with fewer, reading the head costs more than the products."""
 KEPT_LOGITS = 1 << 25
-"""Up to so many, distributions are kept for the backward pass instead of computed again: 128 MB."""
+"""Up to this size, distributions are kept for the backward pass instead of recomputed: 128 MB."""
 
 
 class _Logprobs(torch.autograd.Function):
     """hidden [N, width], head [vocabulary, width], tokens [N] -> log-probability, entropy [N] float32.
 
-    The entropy carries no gradient. `as_engine`: the log-probabilities have the engine's bits.
+    The entropy has no gradient. `as_engine`: the log-probabilities are bitwise equal to the engine's.
     """
 
     @staticmethod
@@ -76,8 +76,8 @@ class _Logprobs(torch.autograd.Function):
 def logprob_gradients(ctx: Any, gradient: Tensor, at_token: Tensor) -> tuple[Tensor | None, Tensor | None]:
     """gradient [N] of log-probabilities -> of hidden states and of the head.
 
-    `at_token` [N]: the gradient that reaches the token's own logit; 0 where another process has that. `ctx`
-    has saved hidden states, head, tokens, and the distributions (`ctx.kept`) or logarithms of their sums.
+    `at_token` [N]: gradient of the token's own logit; 0 if another process has that logit. `ctx` has saved
+    hidden states, head, tokens, and the distributions (`ctx.kept`) or their log-sum-exp.
     """
     hidden, head, tokens, kept = ctx.saved_tensors
     product = HeadProduct(hidden, head)
@@ -100,8 +100,8 @@ def logprob_gradients(ctx: Any, gradient: Tensor, at_token: Tensor) -> tuple[Ten
 class HeadProduct:
     """Products of rows with the head, summed in float32.
 
-    On a CPU, weights of 16 bits are copied to float32 for the time of a pass. A GPU multiplies them as they
-    are into float32; gradients of logits are rounded to 16 bits before they are multiplied on.
+    On a CPU, weights of 16 bits are copied to float32 during a pass. A GPU multiplies 16-bit values into
+    float32; gradients of logits are rounded to 16 bits before the products of the backward pass.
     """
 
     def __init__(self, hidden: Tensor, head: Tensor) -> None:
@@ -133,8 +133,8 @@ def head_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """hidden [N, width], head [vocabulary, width], tokens [N] -> log-probability and entropy [N], float32.
 
-    Entropy is detached. Sums over the vocabulary and the gradient of the head are float32 whatever the types.
-    `as_engine`: log-probabilities have the bits of the engine's pass; float32 on a CPU.
+    Entropy is detached. Sums over the vocabulary and the gradient of the head are float32 for all types.
+    `as_engine`: log-probabilities are bitwise equal to the engine's; float32 on a CPU.
     """
     return cast(tuple[Tensor, Tensor], _Logprobs.apply(hidden, head, tokens, temperature, as_engine))
 
@@ -147,8 +147,8 @@ def checkpointed_logprobs(
     temperature: float,
     vocab_size: int,
 ) -> tuple[Tensor, Tensor]:
-    """The same for any head and any softmax, block by block through autograd: rows keep the bits that they
-    have in one piece, if `logits` and `log_softmax` give each row bits of its own."""
+    """The same for any head and softmax, block by block with autograd: results are bitwise equal to those of
+    a single block if `logits` and `log_softmax` are batch-invariant."""
 
     def block(hidden: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
         log_distribution = log_softmax(scaled(logits(hidden), temperature))
@@ -166,7 +166,7 @@ def checkpointed_logprobs(
 
 
 def scaled(logits: Tensor, temperature: float) -> Tensor:
-    """Logits divided by the temperature; the same tensor where it is 1."""
+    """Logits divided by the temperature; the same tensor if that is 1."""
     return logits if temperature == 1.0 else logits / temperature
 
 
@@ -177,6 +177,6 @@ def block_rows(vocab_size: int, device_type: str) -> int:
 
 
 def row_blocks(rows: Tensor, vocab_size: int) -> list[slice]:
-    """Which of `rows` [N, ...] are computed together."""
+    """The blocks of `rows` [N, ...] that are computed together."""
     num_rows, size = len(rows), block_rows(vocab_size, rows.device.type)
     return [slice(first, min(first + size, num_rows)) for first in range(0, num_rows, size)]

@@ -1,10 +1,10 @@
 """Low-rank adapters (Hu et al. 2021, LoRA) on any model.
 
-    y = x weight + alpha / rank * (x right) left     weight is fixed; left [m, rank], right [rank, n] learn
+    y = x weight + alpha / rank * (x right) left     weight is frozen; left [m, rank], right [rank, n] train
 
-The sum of weight and factors is not formed while training: 16-bit weights would lose most of a small update
-to rounding. Factors, their gradients and their optimiser are float32. Our own models multiply through
-`AdaptedOps`, in the trainer as in the engine; of transformers' models, linear modules add their factors'
+The sum of weight and factors is not computed during training: 16-bit weights would lose most of a small
+update to rounding. Factors, their gradients and their optimiser are float32. Our own models multiply with
+`AdaptedOps`, in the trainer as in the engine; in transformers' models, linear modules add their factors'
 product, and stacks of experts are summed for each forward pass.
 
 A stack of matrices, as grouped experts have, gets a pair of factors for each matrix.
@@ -31,9 +31,9 @@ from etude.records import ADAPTER_PREFIX
 
 _ATTENTION = frozenset({"qkv", "out", "query_down", "query_up", "compress", "key_up", "value_up"})
 _FEED_FORWARD = frozenset({"gate_up", "down"})
-"""Last names of parameters of the architectures that are defined here."""
+"""Last names of parameters of the architectures that we implement."""
 _WORDS = {"attention": ("attn", "attention"), "feed_forward": ("mlp", "experts", "feed_forward", "moe")}
-"""What modules of transformers' models are called that hold such parameters."""
+"""Words in the names of transformers' modules that hold such parameters."""
 _ROUTERS = ("gate", "router")
 _SAMPLED_VALUES = 1024
 """Values of each parameter that identify a model."""
@@ -43,7 +43,7 @@ class Factors(nn.Module):
     """left [..., m, rank] and right [..., rank, n] of one weight, in float32."""
 
     def __init__(self, weight: Tensor, rank: int, generator: torch.Generator) -> None:
-        """For `weight` [..., m, n]: left is zero, so that the model begins as it is; right is drawn."""
+        """For `weight` [..., m, n]: left is zero, so that the model is unchanged; right is random."""
         super().__init__()
         *stack, rows, columns = weight.shape
         bound = 1 / math.sqrt(columns)
@@ -53,14 +53,14 @@ class Factors(nn.Module):
 
 
 class Adapters(nn.Module):
-    """The adapters of one model: a module whose parameters are all that is trained.
+    """The adapters of one model: a module with all trainable parameters.
 
-    Making them changes the model: its weights have no gradient any more, and its forward passes use factors.
+    The constructor changes the model: its weights are frozen, and its forward passes use the factors.
     """
 
     def __init__(self, model: nn.Module, config: AdapterConfig) -> None:
-        """Raises ConfigError where a target names no weight, the rank is above that of every weight, or a
-        weight is spread over ranks."""
+        """Raises ConfigError if a target matches no weight, the rank is above that of every weight, or a
+        weight is sharded."""
         super().__init__()
         self.config = config
         self.scale = config.alpha / config.rank
@@ -89,7 +89,7 @@ class Adapters(nn.Module):
             yield name, pair.left.detach(), pair.right.detach()
 
     def published(self) -> dict[str, Tensor]:
-        """What is published of them: see `pairs_of`."""
+        """The tensors to publish; the inverse is `pairs_of`."""
         return {
             f"{ADAPTER_PREFIX}{name}.{side}": factor
             for name, left, right in self.factors()
@@ -98,15 +98,15 @@ class Adapters(nn.Module):
 
     @torch.no_grad()
     def merge(self) -> None:
-        """Puts the sums into the model, rounded to the type of its weights, and begins anew from there."""
+        """Merges the factors into the model, rounded to the type of its weights, and resets them."""
         for name, pair in pairs_of(self.published()).items():
             self._weights[name].copy_(sum_of(self._weights[name], pair))
             self._factors[name].left.zero_()
 
     @contextmanager
     def merged(self) -> Iterator[None]:
-        """Within it the model is merged, to be saved; afterwards it is what it was, bit for bit. Takes a copy
-        of the adapted weights meanwhile."""
+        """Within it the model is merged, to be saved; afterwards it is restored, bit for bit. Holds a copy of
+        the adapted weights meanwhile."""
         kept = [(place, place.detach().clone()) for place in self._weights.values()]
         kept += [(pair.left, pair.left.detach().clone()) for pair in self._factors.values()]
         self.merge()
@@ -118,7 +118,7 @@ class Adapters(nn.Module):
                     place.copy_(values)
 
     def state(self) -> dict[str, Any]:
-        """What `load_state` needs to go on with the same base: plain values and the live factors."""
+        """The state for `load_state` with the same base: plain values and the live factors."""
         return {
             "base": self.base_digest,
             "config": self.config.model_dump(mode="json"),
@@ -126,8 +126,8 @@ class Adapters(nn.Module):
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Takes over factors. Raises CheckpointError and changes nothing if they were trained on another base
-        or with another configuration."""
+        """Loads factors. Raises CheckpointError and changes nothing if they were trained on another base or
+        with another configuration."""
         for field, given, own in (
             ("base", state["base"], self.base_digest),
             ("config", state["config"], self.config.model_dump(mode="json")),
@@ -151,7 +151,7 @@ class Adapters(nn.Module):
         return cast(Ops, AdaptedOps(ops, [pairs], [None]))
 
     def _hook(self, model: nn.Module, name: str) -> None:
-        """Has a module of transformers' add what the factors of one of its weights give."""
+        """Registers hooks by which a module of transformers adds the factors of one of its weights."""
         path, _, own = name.rpartition(".")
         module, weight = model.get_submodule(path), self._weights[name]
         if isinstance(module, nn.Linear):
@@ -190,11 +190,11 @@ def pairs_of(tensors: Mapping[str, Tensor]) -> dict[str, Pair]:
 
 
 def adapted_names(parameters: Mapping[str, Tensor], targets: Sequence[str]) -> list[str]:
-    """Which of a model's matrices `targets` (see AdapterConfig) mean. Raises ConfigError if one means
-    nothing."""
+    """Names of the model's matrices that match `targets` (see AdapterConfig). Raises ConfigError if a target
+    matches none."""
     found: set[str] = set()
     for target in targets:
-        names = {name for name in parameters if _is_meant(name, target)}
+        names = {name for name in parameters if _matches(name, target)}
         if not names:
             raise ConfigError(
                 "names no weight of the model",
@@ -207,7 +207,7 @@ def adapted_names(parameters: Mapping[str, Tensor], targets: Sequence[str]) -> l
     return [name for name in parameters if name in found]
 
 
-def _is_meant(name: str, target: str) -> bool:
+def _matches(name: str, target: str) -> bool:
     if name.endswith("bias"):
         return False
     if target not in _WORDS:
@@ -220,7 +220,7 @@ def _is_meant(name: str, target: str) -> bool:
 
 
 def _last(name: str) -> str:
-    """The parameter's name, or of its module where it is just called weight."""
+    """The last part of the parameter's name, or of its module's if that is `weight`."""
     return name.removesuffix(".weight").rpartition(".")[2]
 
 

@@ -1,7 +1,7 @@
-"""The arithmetic of every architecture, behind one object that can be exchanged.
+"""Interface of the arithmetic operations of all architectures, with exchangeable implementations.
 
-A model computes through `model.ops`. `TorchOps` is the fast one; a batch-invariant one has a fixed order of
-every sum. Values per row and element (residual sums, reshapes, gathers) are left to the module itself.
+A model computes with `model.ops`. `TorchOps` is the fast implementation; a batch-invariant one has a fixed
+order of every sum. Operations per row and element (residual sums, reshapes, gathers) are the module's own.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from etude.model.rows import PackedRows
 from etude.protocols import Attention
 
 _FEW_TOKENS = 32
-"""Up to so many tokens, computing all experts costs less than sorting tokens by expert (measured)."""
+"""Up to this number of tokens, computing all experts costs less than sorting tokens by expert (measured),"""
 _FEW_WEIGHTS = 250_000
-"""That holds for experts whose gate and up projections have no more weights in all; larger ones are best read
-for the tokens that chose them (measured, at widths 128 and 512 with 8 to 128 experts)."""
+"""if the experts' gate and up projections have at most this many weights in total; larger ones are best read
+only for the tokens that chose them (measured, at widths 128 and 512 with 8 to 128 experts)."""
 _ROWS_PER_EXPERT = 16
-"""With fewer rows for an expert on average, calling a product for each costs more than it saves."""
+"""With fewer rows per expert on average, a separate product for each costs more than it saves."""
 
 
 class Ops(Protocol):
-    """What a block is made of. T rows; all differentiable.
+    """The operations of a block, on T rows; all differentiable.
 
-    Methods with a body have it as their meaning: a class that inherits from Ops may leave them as they are.
+    Methods with a body are defined by it: a class that inherits from Ops need not override them.
 
-    Where several processes divide every layer's heads, inner widths and the vocabulary, each computes from
-    its parts of the weights, and three methods are theirs: `embed`, `spread`, `total`. What is computed from
-    whole weights is the same in each.
+    With tensor parallelism, ranks divide every layer's heads, inner widths and the vocabulary; each computes
+    with its parts of the weights, and `embed`, `spread` and `total` communicate. Results of whole weights are
+    the same on each rank.
     """
 
     def embed(self, tokens: Tensor, table: Tensor) -> Tensor:
@@ -45,11 +45,11 @@ class Ops(Protocol):
         return F.embedding(tokens, table)
 
     def spread(self, x: Tensor) -> Tensor:
-        """x, which is whole, where products with parts of weights begin: gradients are added up here."""
+        """The identity on a replicated x before products with parts of weights; sums gradients over ranks."""
         return x
 
     def total(self, x: Tensor) -> Tensor:
-        """x, made from parts of weights, where it is to be whole again: it is added up here."""
+        """The sum over ranks of x, which was computed with parts of weights."""
         return x
 
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -66,7 +66,7 @@ class Ops(Protocol):
         return torch.stack([self.linear(rows.contiguous(), w.contiguous()) for rows, w in parts], dim=1)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Over the last dimension of x [..., n], weight [n]."""
+        """RMS norm over the last dimension of x [..., n], weight [n]."""
         ...
 
     def rotate(self, x: Tensor, cosine: Tensor, signed_sine: Tensor) -> Tensor:
@@ -83,11 +83,11 @@ class Ops(Protocol):
         ...
 
     def activate(self, scores: Tensor, activation: Literal["softmax", "sigmoid"]) -> Tensor:
-        """Router scores [T, experts] -> what gates are made of, float32."""
+        """Router scores [T, experts] -> probabilities or sigmoids, from which gates are made; float32."""
         return scores.softmax(dim=-1) if activation == "softmax" else scores.sigmoid()
 
     def gates(self, activated: Tensor, chosen: Tensor, normalise: bool, scale: float) -> Tensor:
-        """activated [T, experts], chosen [T, k] -> gates [T, k], if wanted with sum 1, times `scale`."""
+        """activated [T, experts], chosen [T, k] -> gates [T, k], with sum 1 if `normalise`, times `scale`."""
         gates = activated.gather(-1, chosen)
         if normalise:
             gates = gates / gates.sum(dim=-1, keepdim=True)
@@ -103,20 +103,20 @@ class Ops(Protocol):
         ...
 
     def log_softmax(self, logits: Tensor) -> Tensor:
-        """Over the last dimension of [N, vocabulary]."""
+        """Log-softmax over the last dimension of [N, vocabulary]."""
         return logits.log_softmax(dim=-1)
 
     def logprobs(
         self, hidden: Tensor, head: Tensor, tokens: Tensor, temperature: float
     ) -> tuple[Tensor, Tensor]:
         """hidden [N, width], head [vocabulary, width], tokens [N] -> log-probability of each and entropy
-        (detached) [N], of logits divided by `temperature`; all logits are never held at once."""
+        (detached) [N], of logits divided by `temperature`; never materialises all logits."""
         return checkpointed_logprobs(
             lambda rows: self.logits(rows, head), self.log_softmax, hidden, tokens, temperature, len(head)
         )
 
     def packed_attention(self, attention: PackedAttention) -> Attention[Tensor]:
-        """What computes attention over a packed batch, for the reference that does."""
+        """The implementation of attention over a packed batch that replaces the reference `attention`."""
         return attention
 
     @property
@@ -132,13 +132,13 @@ class Ops(Protocol):
     ) -> tuple[Tensor, Tensor]:
         """`compute`d values [N] and [N] of the `wanted` rows; `lengths`: of the sequences, in packed order.
 
-        Where several processes share a batch, each computes some of the rows, and all get the whole.
+        With context parallelism, each rank computes some of the rows, and all get the whole result.
         """
         return compute(rows)
 
 
 def _is_trained_on_cpu(x: Tensor) -> bool:
-    """Whether gradients are written out: autograd's own take twice the passes over memory."""
+    """Whether to use `fused` gradients: autograd's take twice as many passes over memory."""
     return torch.is_grad_enabled() and x.device.type == "cpu"
 
 
@@ -187,14 +187,14 @@ class TorchOps(Ops):
         order = flat.argsort(stable=True)
         inverse = torch.empty_like(order)
         inverse[order] = torch.arange(len(order), device=order.device)
-        # Not bincount: on a GPU it waits for the device.
+        # Not bincount: on a GPU it synchronises with the device.
         experts = torch.arange(len(gate_up), device=flat.device)
         ends = torch.searchsorted(flat[order], experts, right=True, out_int32=True)
         rows = dispatch(x, order, inverse, top_k)
         gate, up = F.grouped_mm(rows, gate_up, offs=ends).chunk(2, dim=-1)
         mixed = F.grouped_mm(self.silu_gate(gate, up), down, offs=ends)
         mixed = permute(mixed, inverse, order).view(len(x), top_k, -1)
-        # The sum over experts is float32, as the gates are, whatever the type of the rest.
+        # The sum over experts is float32, like the gates, whatever the type of x.
         return torch.bmm(weights.unsqueeze(1), mixed.float()).squeeze(1).to(x.dtype)
 
     def _mix_all(self, x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:

@@ -1,9 +1,9 @@
-"""Adapters as a directory that the peft library and vLLM read: adapter_config.json and safetensors.
+"""Saves adapters in the format of the peft library and vLLM: adapter_config.json and safetensors.
 
-Where a weight of ours is several of theirs (queries, keys and values; gate and up), these get the rows of one
-left factor and each a copy of the right one: the same product. Experts become `target_parameters`, as
-transformers holds them: stacked. A PEFT directory holds factors only; for anything that wants whole weights
-save the model itself within `Adapters.merged`.
+If a weight of ours combines several of theirs (queries, keys and values; gate and up), each gets its rows of
+the left factor and a copy of the right one: the same product. Experts become `target_parameters`, stacked as
+in transformers. A PEFT directory holds factors only; for programs that need whole weights, save the model
+itself within `Adapters.merged`.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from etude.model.language_model import LanguageModel, block_of
 from etude.model.lora import Adapters
 
 PEFT_PREFIX = "base_model.model."
-"""Of the names of an adapter's tensors."""
+"""Prefix of the names of an adapter's tensors."""
 _NESTED = "gate_up_proj"
-"""Of two adapted stacks of one module, peft wraps this one first: its factors lie one level deeper."""
+"""If two stacks of a module are adapted, peft wraps this one first: its factors are one level deeper."""
 _PARTS = frozenset({"gate_proj", "up_proj", "down_proj"})
 _SHARED = {"mlp": "mlp", "experts.shared": "mlp.shared_experts"}
 """Dense layers: ours -> theirs."""
@@ -36,8 +36,8 @@ Named = tuple[str, Tensor, Tensor]
 
 
 def are_plain(factors: Iterable[Named], model: nn.Module) -> bool:
-    """Whether these factors (see Adapters.factors) of `model` are all of single matrices that the format has:
-    then vLLM serves them beside their base."""
+    """Whether these factors (see Adapters.factors) of `model` are all of single matrices that the format
+    supports: vLLM can then serve them with their base."""
     try:
         return all(a.ndim == 2 for _, a, _ in _named(factors, model))
     except CheckpointError:
@@ -51,9 +51,9 @@ def save_peft(
     base: str | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> None:
-    """Writes the adapters of `model`, as `dtype`. `base`: directory or name of what they were trained on.
+    """Writes the adapters of `model`, as `dtype`. `base`: directory or name of the model adapted by them.
 
-    Raises CheckpointError for what has no such form: latent attention, dense layers beside experts.
+    Raises CheckpointError for unsupported targets: latent attention, dense layers together with experts.
     """
     modules: dict[str, tuple[Tensor, Tensor]] = {}
     stacks: dict[str, tuple[Tensor, Tensor]] = {}

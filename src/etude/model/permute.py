@@ -1,8 +1,7 @@
 """Row gathers whose backward pass is a gather too.
 
-`tensor[index]` sums gradients with an indexed add, which is slow on a CPU and unordered on a GPU. Where the
-index is known to be one to one, the backward pass is a gather by the inverse index: fast, and summed in a
-fixed order.
+`tensor[index]` sums gradients with an indexed add, slow on a CPU and unordered on a GPU. If the index
+is a permutation, the backward pass is a gather by the inverse index: fast, and summed in a fixed order.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ class _Permute(torch.autograd.Function):
 
 
 class _Pad(torch.autograd.Function):
-    """rows [T, ...] -> padded [P, ...]; `source[p]` is the row for place p, or T for padding."""
+    """rows [T, ...] -> padded [P, ...]; `source[p]` is the row at position p, or T for padding."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, source: Tensor, place: Tensor) -> Tensor:
@@ -86,7 +85,7 @@ def permute(rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
 
 
 def pad(rows: Tensor, source: Tensor, place: Tensor) -> Tensor:
-    """rows [T, ...] -> [P, ...] with zeros where `source` is T; `place[t]` is where row t went."""
+    """rows [T, ...] -> [P, ...] with zeros where `source` is T; `place[t]` is the position of row t."""
     return cast(Tensor, _Pad.apply(rows, source, place))
 
 

@@ -1,13 +1,13 @@
-"""What sequences of a packed batch begin with alike is computed once.
+"""Prefix sharing: common prefixes of the sequences of a packed batch are computed once.
 
     sequences   system, task A, turn 1, ...        rows computed   system, task A, turn 1, ..., turn 1', ...,
                 system, task A, turn 1', ...                       task B, turn 1, ...
                 system, task B, turn 1, ...
 
-A row of a causal model depends on the tokens up to it alone, so rows of the same tokens have the same values,
-and the gradient of one that several sequences share is the sum of theirs. Sessions of an agent begin with the
-same words on how to work and the same tools, and those of a group with the same task: all is computed for the
-rows of this tree of prefixes only. Attention alone holds their keys and values once for each sequence.
+A row of a causal model depends only on the tokens up to it, so rows with equal prefixes have equal values,
+and the gradient of a shared row is the sum over its sequences. Sessions of an agent begin with the same
+instructions and tools, and those of a group with the same task: everything is computed for the rows of this
+prefix tree only, except that attention holds their keys and values once for each sequence.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from etude.model.rows import PackedRows
 from etude.protocols import Attention
 
 LEAST_SAVED = 0.1
-"""Share of the rows that must be saved: gathering keys and values for attention costs something too."""
+"""Minimum share of rows saved by sharing: gathering keys and values for attention has a cost, too."""
 
 
 @dataclass(frozen=True, slots=True)
 class SharedAttention:
-    """Attention over all rows of a packed batch, for callers that hold each shared row once."""
+    """Attention over all rows of a packed batch, for a caller that has each shared row once."""
 
     packed: Attention[Tensor]
-    """Over all T rows."""
+    """Attention over all T rows."""
     source: Tensor
-    """[T] int64: which of the M rows of the caller each packed row is."""
+    """[T] int64: index of each packed row among the M rows of the caller."""
     first: Tensor
-    """[M] int64: the first packed row that each of the caller's rows is."""
+    """[M] int64: index of the first packed row that equals each of the caller's rows."""
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """query [M, heads, dim], key and value [M, kv_heads, dim] -> [M, heads, value_dim]."""
@@ -46,14 +46,14 @@ class SharedAttention:
 
 @dataclass(frozen=True, slots=True)
 class SharedRows:
-    """Which of T packed rows follow the same tokens."""
+    """Which of T packed rows have equal prefixes."""
 
     source: NDArray[np.int64]
-    """[T] which of the M rows that differ each is."""
+    """[T] index of each row among the M distinct ones."""
     first: NDArray[np.int64]
-    """[M] where each of the M is found first."""
+    """[M] index of the first packed row of each distinct one."""
     repeated: NDArray[np.int64]
-    """[sequences] how many rows each begins with that are found in another one first."""
+    """[sequences] number of rows at the start of each that first occur in another sequence."""
 
 
 def share_prefixes(rows: PackedRows, shared: SharedRows) -> PackedRows:
@@ -73,8 +73,8 @@ def share_prefixes(rows: PackedRows, shared: SharedRows) -> PackedRows:
 
 
 def find_shared_rows(sequences: Sequence[NDArray[np.int32]]) -> SharedRows | None:
-    """None where hardly any are shared. `sequences`: the tokens of the rows, in packed order. In order of
-    their tokens, sequences share most with their neighbours."""
+    """Finds shared rows; None if hardly any are. `sequences`: the tokens of the rows, in packed order. They
+    are sorted by their tokens, so that each shares most with its neighbours."""
     starts = np.cumsum([0, *map(len, sequences)])
     source = np.empty(starts[-1], np.int64)
     first: list[NDArray[np.int64]] = []
@@ -94,7 +94,7 @@ def find_shared_rows(sequences: Sequence[NDArray[np.int32]]) -> SharedRows | Non
 
 
 def count_shared_tokens(sequences: Sequence[NDArray[np.int32]]) -> int:
-    """How many tokens all sequences begin with, the last one of each aside; 0 where that saves hardly any."""
+    """Length of all sequences' common prefix, without the last token of any; 0 if it saves too little."""
     if len(sequences) < 2:
         return 0
     shared = min(_count_equal(sequences[0], tokens) for tokens in sequences)
@@ -104,7 +104,7 @@ def count_shared_tokens(sequences: Sequence[NDArray[np.int32]]) -> int:
 
 
 def _count_equal(one: NDArray[np.int32], other: NDArray[np.int32]) -> int:
-    """How many tokens both begin with."""
+    """Length of the common prefix of two sequences."""
     length = min(len(one), len(other))
     unequal = np.flatnonzero(one[:length] != other[:length])
     return int(unequal[0]) if len(unequal) else length

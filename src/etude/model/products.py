@@ -1,8 +1,8 @@
-"""Products of a training step on a CPU, through the native kernels where those outrun PyTorch's library.
+"""Products of a training step on a CPU, with the native kernels if they are faster than PyTorch's library.
 
-That is on AMD's processors: the native products run at 1.0 to 1.1 times the rate of MKL, which PyTorch
-multiplies float32 with, and an expert's two products and its gate are one call. Elsewhere, and for other
-types, everything is PyTorch's.
+That is the case on AMD processors: the native products run at 1.0 to 1.1 times the rate of MKL, PyTorch's
+float32 library, and an expert's two products and its gate are one call. On other processors, and for other
+types, PyTorch's are used.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch.autograd.function import once_differentiable
 from etude.model.kernels.native import training
 
 _LEAST_TERMS = 1 << 15
-"""Products with fewer multiplications cost less than the way to the native ones."""
+"""Products with fewer multiplications cost less than the overhead of a native call."""
 
 
 def product(a: Tensor, b: Tensor, out: Tensor | None = None, *, add: bool = False) -> Tensor:
-    """a [m, k] b [k, n] -> [m, n], written or (`add`) added to `out` where it is given. No gradient."""
+    """a [m, k] b [k, n] -> [m, n], written or (`add`) added to `out` if given. No gradient."""
     if a.shape[0] * a.shape[1] * b.shape[1] >= _LEAST_TERMS and training.multiplies(a, b):
         into = a.new_empty((a.shape[0], b.shape[1])) if out is None else out
         return training.multiply(a, b, into, add=add and out is not None)
@@ -30,14 +30,14 @@ def product(a: Tensor, b: Tensor, out: Tensor | None = None, *, add: bool = Fals
 
 
 def engine_product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
-    """a [m, k] b [k, n] -> [m, n] with the bits that the engine's pass gives each row, written to `out` where
-    it is given; float32 on a CPU. No gradient."""
+    """a [m, k] b [k, n] -> [m, n], bitwise equal to the engine's product of each row, written to `out` if
+    given; float32 on a CPU. No gradient."""
     into = a.new_empty((a.shape[0], b.shape[1])) if out is None else out
     return training.multiply(a, b, into, as_engine=True)
 
 
 class _Linear(torch.autograd.Function):
-    """x [T, in], weight [out, in], residual [T, out] or None -> x weight^T, on top of the residual."""
+    """x [T, in], weight [out, in], residual [T, out] or None -> residual + x weight^T."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, residual: Tensor | None, as_engine: bool) -> Tensor:
@@ -60,20 +60,20 @@ class _Linear(torch.autograd.Function):
 
 
 def is_native(x: Tensor, weight: Tensor) -> bool:
-    """Whether `linear` is faster than PyTorch's here."""
+    """Whether `linear` is faster than PyTorch's for these inputs."""
     return training.multiplies(x, weight)
 
 
 def linear(x: Tensor, weight: Tensor, residual: Tensor | None = None, *, as_engine: bool = False) -> Tensor:
-    """x [T, in], weight [out, in] -> [T, out], on top of `residual` [T, out] where it is given.
+    """x [T, in], weight [out, in] -> [T, out], plus `residual` [T, out] if given.
 
-    `as_engine`: with the bits of the engine's pass, see `engine_product`.
+    `as_engine`: bitwise equal to the engine, see `engine_product`.
     """
     return cast(Tensor, _Linear.apply(x, weight, residual, as_engine))
 
 
 class _PerHead(torch.autograd.Function):
-    """x [T, heads, in], weight [heads, out, in] -> [T, heads, out], with the engine's bits."""
+    """x [T, heads, in], weight [heads, out, in] -> [T, heads, out], bitwise equal to the engine."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -101,6 +101,6 @@ class _PerHead(torch.autograd.Function):
 
 
 def per_head(x: Tensor, weight: Tensor) -> Tensor:
-    """x [T, heads, in], weight [heads, out, in] (any strides) -> [T, heads, out], with the bits of the
-    engine's pass; float32 on a CPU."""
+    """x [T, heads, in], weight [heads, out, in] (any strides) -> [T, heads, out], bitwise equal to the
+    engine; float32 on a CPU."""
     return cast(Tensor, _PerHead.apply(x, weight))

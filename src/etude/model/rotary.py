@@ -1,4 +1,4 @@
-"""Tables of the rotary embedding, stretched where the configuration says so."""
+"""Tables of the rotary embedding, with the configured scaling of positions."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def rotary_tables(config: ModelConfig) -> tuple[Tensor, Tensor]:
 
 
 def attention_scale(config: ModelConfig) -> float:
-    """What scores are multiplied by before the softmax.
+    """Factor on attention scores before the softmax.
 
-    1 / sqrt of a head's width; in latent attention that of the head before compression, and YaRN's factor
-    on top (squared, since it belongs to the query and to the key).
+    1 / sqrt of a head's width; in latent attention of the head before compression, times YaRN's factor
+    squared (once for the query, once for the key).
     """
     if not config.is_latent:
         return config.head_dim**-0.5
@@ -37,9 +37,9 @@ def attention_scale(config: ModelConfig) -> float:
 def _frequencies(config: ModelConfig) -> Tensor:
     """Radians per position of each pair of dimensions, [rope_dim / 2] float64.
 
-    YaRN (Peng et al. 2023) and Llama 3 keep those that turn often within the original length, divide those
-    that turn seldom by the factor, and go from one to the other in between: linearly in the dimension, or in
-    the number of turns.
+    YaRN (Peng et al. 2023) and Llama 3 keep those with many turns within the original length, divide those
+    with few turns by the factor, and interpolate in between: linearly in the dimension, or in the number of
+    turns.
     """
     dim, base = config.rope_dim, config.rope_theta
     frequencies = base ** -(torch.arange(0, dim, 2, dtype=torch.float64) / dim)
@@ -57,11 +57,11 @@ def _frequencies(config: ModelConfig) -> Tensor:
 
 
 def _yarn_ramp(config: ModelConfig) -> Tensor:
-    """How much of each frequency is stretched, from 0 to 1, [rope_dim / 2] float64."""
+    """Weight, from 0 to 1, of the scaled frequency of each pair, [rope_dim / 2] float64."""
     dim, base = config.rope_dim, config.rope_theta
 
     def dimension_of(turns: float) -> float:
-        """The pair that turns so often within the original length."""
+        """The pair with this number of turns within the original length."""
         return dim * math.log(config.rope_original_positions / (turns * 2 * math.pi)) / (2 * math.log(base))
 
     low, high = dimension_of(config.rope_fast_turns), dimension_of(config.rope_slow_turns)

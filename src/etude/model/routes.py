@@ -1,6 +1,6 @@
 """Expert routes: chosen by the router, recorded for training, replayed in training.
 
-Layers are counted among those that route: a dense layer has no record. A dense model's routes have the shape
+Layer indices count only layers that route; dense layers have no routes. A dense model's routes have the shape
 [T, 0, 0].
 """
 
@@ -18,7 +18,7 @@ RouteDtype = Literal["uint8", "uint16"]
 
 
 def missing_route(dtype: torch.dtype) -> int:
-    """The expert index that says that nothing was recorded: the largest of the type."""
+    """The expert index that marks a route that was not recorded: the largest of the type."""
     return torch.iinfo(dtype).max
 
 
@@ -34,10 +34,10 @@ class NativeRoutes:
 
 
 class RecordedRoutes:
-    """Lets the router choose and keeps what it chose."""
+    """Lets the router choose, and records its choice."""
 
     def __init__(self, top_k: int, num_layers: int, dtype: RouteDtype = "uint8") -> None:
-        """`num_layers`: those that route."""
+        """`num_layers`: number of layers that route."""
         self._native = NativeRoutes(top_k)
         self._chosen: list[list[Tensor]] = [[] for _ in range(num_layers)]
         self._num_layers = num_layers
@@ -49,17 +49,17 @@ class RecordedRoutes:
         return RecordedRoutes(config.routes_per_token, config.num_moe_layers, config.route_dtype)
 
     def select(self, layer: int, scores: Tensor, rows: Tensor | None = None) -> Tensor:
-        """See NativeRoutes.select. `rows`: these come next in order; other calls bring the rest."""
+        """See NativeRoutes.select. `rows`: the next ones in order, if several calls select a layer's rows."""
         chosen = self._native.select(layer, scores)
         assert rows is not None or not self._chosen[layer], "one record per layer and forward pass"
         self._chosen[layer].append(chosen)
         return chosen
 
-    def take(self, num_rows: int = 0, wanted: Tensor | None = None) -> Tensor:
-        """The routes of one forward pass, [T, layers, top_k]; forgets them.
+    def pop_routes(self, num_rows: int = 0, wanted: Tensor | None = None) -> Tensor:
+        """Returns the routes of one forward pass, [T, layers, top_k], and clears the record.
 
-        `num_rows`: T, which a dense model's record does not tell. `wanted` [N]: the rows that the last layer
-        computed, where not all; the others are missing there.
+        `num_rows`: T, which a dense model's record lacks. `wanted` [N]: the rows that the last layer
+        computed, if not all; the others are `missing_route` there.
         """
         assert all(self._chosen), "one record per layer and forward pass"
         if not self._chosen:
@@ -74,20 +74,19 @@ class RecordedRoutes:
 
 
 class ReplayedRoutes:
-    """Returns the experts that were recorded; the router chooses where nothing was.
+    """Returns the recorded experts; where none were recorded, the router chooses.
 
-    The trainer's own gate weights are applied to the replayed experts, so gradients reach the router.
-    Recorded by the engine in sampling this is R3 (Ma et al. 2025); by the trainer at the step's start, R2
-    (Zheng et al. 2025).
+    The trainer's own gate weights are applied to the replayed experts, so gradients reach the router. With
+    routes recorded by the engine during sampling this is R3 (Ma et al. 2025); with those of the trainer at
+    the step's start, R2 (Zheng et al. 2025).
     """
 
     def __init__(self, recorded: Tensor, wanted: Tensor | None = None, min_share: float = 0.0) -> None:
         """recorded [T, layers, top_k] uint8 or uint16, `missing_route` where the router is to choose;
-        `wanted` [N]: the rows that the last layer computes, where not all.
+        `wanted` [N]: the rows that the last layer computes, if not all.
 
-        `min_share`: a replayed expert whose score is below this share of the router's own k-th best (where
-        that is positive) is replaced by the router's best that is not replayed. 0 replays whatever is
-        recorded.
+        `min_share`: a replayed expert whose score is below this share of the router's own k-th best (if that
+        is positive) is replaced by the router's best that is not replayed. 0 replays all recorded experts.
         """
         by_layer = [routes.long() for routes in recorded.unbind(1)]
         if wanted is not None and by_layer:
@@ -95,8 +94,8 @@ class ReplayedRoutes:
         self._recorded = by_layer
         missing = missing_route(recorded.dtype)
         self._missing = [(routes == missing).any(dim=-1) for routes in by_layer]
-        # Spares the router's own choice where nothing asks for it. On a device the answer would have to be
-        # waited for, which costs more than the choice.
+        # Skips the router's own choice if it is not needed. On a GPU, finding that out would need a
+        # synchronisation, which costs more than the choice.
         on_cpu = recorded.device.type == "cpu"
         self._all_recorded = on_cpu and not any(bool(rows.any()) for rows in self._missing)
         self._min_share = min_share
@@ -116,7 +115,7 @@ class ReplayedRoutes:
         return _plausible(chosen, scores, self._min_share) if self._min_share > 0 else chosen
 
     def check_consumed(self) -> None:
-        """To be called after the forward pass, before its backward pass, which may compute layers again.
+        """To be called after the forward pass, before its backward pass, which may recompute layers.
 
         Raises RouteReplayError unless every row of every layer's record was used exactly once.
         """
@@ -131,7 +130,7 @@ class ReplayedRoutes:
 
 
 def _plausible(chosen: Tensor, scores: Tensor, min_share: float) -> Tensor:
-    """chosen [T, top_k] with implausible experts replaced, places kept; scores [T, experts]."""
+    """chosen [T, top_k] with implausible experts replaced in place; scores [T, experts]."""
     top_k = chosen.shape[-1]
     last = scores.topk(top_k, dim=-1).values[:, -1:]
     bound = torch.where(last > 0, min_share * last, float("-inf"))

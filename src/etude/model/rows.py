@@ -1,4 +1,4 @@
-"""What one forward pass over a packed batch computes."""
+"""The input rows of one forward pass over a packed batch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PackedRows:
-    """Rows of a packed batch, and which of them are to predict what."""
+    """Rows of a packed batch, and which tokens are to be predicted from which of them."""
 
     tokens: Tensor
     """[T]"""

@@ -1,4 +1,4 @@
-"""Log-probabilities of given tokens: the one computation behind scoring, parity and the loss."""
+"""Log-probabilities of given tokens, computed the same way for scoring, parity and the loss."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from etude.protocols import Routes
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Where the model's weights lie, and with them what it computes from."""
+    """The device of the model's weights, on which its inputs must be too."""
     return next(model.parameters()).device
 
 
 @dataclass(frozen=True, slots=True)
 class PackedSequences:
-    """Sequences one after the other, longest first; T tokens in all."""
+    """Concatenated sequences, longest first; T tokens in total."""
 
     tokens: Tensor
     """[T] int64."""
@@ -34,9 +34,9 @@ class PackedSequences:
     """[T] int64, from 0 in each sequence."""
     attention: PackedAttention
     order: list[int]
-    """`order[i]`: which of the given sequences lies at place i."""
+    """`order[i]`: index, among the given sequences, of the i-th packed one."""
     starts: list[int]
-    """`starts[i]`: first row of the sequence at place i."""
+    """`starts[i]`: first row of the i-th packed sequence."""
     sequences: list[NDArray[np.int32]]
     """The sequences in packed order."""
 
@@ -84,9 +84,9 @@ def packed_logprobs(
     """Log-probability [N] and entropy [N], which is detached, at each of `targets` [N].
 
     `targets` are rows of the packed batch whose token is to be scored given those before it: never the
-    first row of a sequence. `routes` [T, layers, top_k] replays recorded experts; or it chooses itself, in
-    the last layer for the rows `targets` - 1 only. Differentiable. What sequences begin with alike is
-    computed once where the model is dense (see `share_prefixes`).
+    first row of a sequence. `routes`: a tensor [T, layers, top_k] of experts to replay, or Routes, which in
+    the last layer select for the rows `targets` - 1 only. Differentiable. Common prefixes of sequences are
+    computed once if the model is dense (see `share_prefixes`).
     """
     wanted = targets - 1
     replay = ReplayedRoutes(routes, wanted) if isinstance(routes, Tensor) else routes
@@ -104,20 +104,20 @@ def packed_logprobs(
 
 
 def shared_tokens(model: nn.Module, sequences: Sequence[NDArray[np.int32]]) -> int:
-    """With how many tokens all sequences begin that each micro-batch of them computes once."""
+    """Length of the sequences' common prefix that each micro-batch of them computes once."""
     return count_shared_tokens(sequences) if _shares_prefixes(model) else 0
 
 
 def _shares_prefixes(model: nn.Module) -> bool:
-    """Whether rows of the same tokens are the same: experts may have been chosen otherwise in each sequence.
-    Latent attention, models of transformers and ranks that cut rows want those of whole sequences."""
+    """Whether rows with equal prefixes may be shared: in a mixture of experts, each sequence may have chosen
+    other experts. Latent attention, transformers' models and context parallelism need all rows."""
     if not isinstance(model, LanguageModel):
         return False
     return not (model.num_experts or model.config.is_latent or model.ops.cuts_rows)
 
 
 def _row_logprobs(model: LanguageModel, rows: PackedRows, temperature: float) -> tuple[Tensor, Tensor]:
-    """Log-probability [N] of what follows the wanted rows, and entropy [N] there."""
+    """Log-probability [N] of the tokens that follow the wanted rows, and entropy [N] there."""
     hidden = model(
         rows.tokens, rows.positions, rows.attention, rows.routes, rows.statistics, wanted=rows.wanted
     )

@@ -1,8 +1,8 @@
-"""Architectures that are not defined here: transformers' AutoModelForCausalLM behind our Model protocol.
+"""Architectures that we do not implement: transformers' AutoModelForCausalLM behind our Model protocol.
 
-They train with the same loss, batches and scoring as our own, and sample through vLLM. Experts are recorded
-and replayed through their router modules. There is no batch-invariant mode; the importance ratio and the
-parity gate carry the difference. transformers is imported where it is used: it takes half as long as torch.
+They train with the same loss, batches and scoring as our own, and sample with vLLM. Experts are recorded and
+replayed in their router modules. There is no batch-invariant mode; the importance ratio and the parity gate
+account for the difference. transformers is imported only where it is used: that takes half as long as torch.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from etude.protocols import Attention, Routes
 
 _ATTENTION_KINDS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 _STATE_FIELDS = ("state_size", "ssm_state_size", "mamba_d_state", "time_step_rank", "attention_hidden_size")
-"""What configurations of state-space and recurrent models have."""
+"""Fields by which configurations of state-space and recurrent models are recognised."""
 MAX_GROUP_TOKENS = 8192
-"""Sequences are computed together up to so many tokens, padding included."""
+"""Maximum tokens of sequences that are computed together, including padding."""
 _CIRCUMSTANCES = frozenset(
     {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache"}
 )
@@ -40,9 +40,9 @@ _LEAST_SHARE = 0.7
 class TransformersModel(nn.Module):
     """One of transformers' causal language models, over packed sequences.
 
-    Sequences of like length are padded at their ends and computed side by side: behind causal attention no
-    token sees the padding. (transformers can also tell packed sequences apart by their positions, but not in
-    every architecture.)
+    Sequences of similar length are padded at their ends and computed as a batch: with causal attention no
+    token attends to the padding. (transformers can also separate packed sequences by their positions, but not
+    in every architecture.)
     """
 
     def __init__(self, inner: nn.Module) -> None:
@@ -51,7 +51,7 @@ class TransformersModel(nn.Module):
         self.inner = inner
         self.ops: Ops = TorchOps()
         self.routers = find_routers(inner)
-        """Those of a mixture of experts, by layer, as far as they are known."""
+        """Router modules of a mixture of experts, by layer, as far as they are recognised."""
 
     @staticmethod
     def load(directory: Path, dtype: torch.dtype = torch.float32) -> TransformersModel:
@@ -69,7 +69,7 @@ class TransformersModel(nn.Module):
                     use_safetensors=True,
                     output_loading_info=True,
                 )
-        except Exception as error:  # whatever it raises for fields that it does not expect
+        except Exception as error:  # anything that it raises for unexpected fields
             raise CheckpointError(
                 f"transformers cannot load it: {error}", field="directory", received=str(directory)
             ) from error
@@ -85,7 +85,7 @@ class TransformersModel(nn.Module):
 
     @staticmethod
     def from_config(config: Any, seed: int) -> TransformersModel:
-        """A model of a transformers configuration with new weights. Raises CheckpointError as `load` does."""
+        """A randomly initialised model of a transformers configuration. Raises CheckpointError as `load`."""
         import transformers
 
         _check_supported(config)
@@ -96,7 +96,7 @@ class TransformersModel(nn.Module):
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """What decides the architecture: models with equal ones can hold each other's weights."""
+        """Fields that determine the architecture: models with equal ones can load each other's weights."""
         values = cast(Any, self.inner).config.to_dict()
         return {name: value for name, value in values.items() if name not in _CIRCUMSTANCES}
 
@@ -121,9 +121,9 @@ class TransformersModel(nn.Module):
     ) -> Tensor:
         """tokens [T], positions [T] -> final hidden states [T, width], or the rows `wanted` [N] of them.
 
-        Every layer computes all rows; of the last that routes, `routes` and `statistics` are asked for those
-        `wanted`, as they are by our own models; a dense model asks them nothing. Raises ConfigError for
-        another attention than PackedAttention, and for routes or statistics of routers that are not known.
+        Every layer computes all rows; in the last one that routes, `routes` and `statistics` are used for the
+        rows `wanted` only, as in our own models; a dense model does not use them. Raises ConfigError for
+        another attention than PackedAttention, and for routes or statistics of unrecognised routers.
         """
         asks_routers = routes is not None or statistics is not None
         if not isinstance(attention, PackedAttention) or (asks_routers and self.has_unknown_routers):
@@ -134,7 +134,7 @@ class TransformersModel(nn.Module):
                 fix="switch route replay and the balance loss off, and sample with engine.backend = 'vllm'",
             )
         asks_routers = asks_routers and bool(self.routers)
-        places = None if wanted is None or not asks_routers else wanted.cpu()  # one wait for the device
+        places = None if wanted is None or not asks_routers else wanted.cpu()  # a single synchronisation
         body = _body_of(cast(Any, self.inner))
         loads = None if statistics is None else LayerLoads()
         parts: list[Tensor] = []
@@ -152,27 +152,27 @@ class TransformersModel(nn.Module):
             parts += [row[:length] for row, length in zip(output, lengths, strict=True)]
             start = rows.stop
         if statistics is not None and loads is not None:
-            loads.put_into(statistics)
+            loads.append_to(statistics)
         hidden = parts[0] if len(parts) == 1 else torch.cat(parts)
         return hidden if wanted is None else hidden.index_select(0, wanted)
 
     @property
     def has_unknown_routers(self) -> bool:
-        """Whether experts are chosen in a way that can be neither replayed nor measured."""
+        """Whether experts are chosen by unrecognised routers, which can be neither replayed nor measured."""
         return not self.routers and has_experts(self.inner)
 
     @property
     def routes_shape(self) -> tuple[int, int]:
-        """Layers that route, and experts per token; (0, 0) where no experts are chosen."""
+        """Layers that route, and experts per token; (0, 0) for a dense model."""
         return (len(self.routers), int(cast(Any, self.routers[0]).top_k)) if self.routers else (0, 0)
 
     @property
     def num_experts(self) -> int:
-        """Experts of a layer that routes; 0 where none does."""
+        """Experts of a layer that routes; 0 for a dense model."""
         return int(cast(Any, self.routers[0]).num_experts) if self.routers else 0
 
     def recorder(self) -> RecordedRoutes:
-        """Keeps the experts of one forward pass."""
+        """Records the experts of one forward pass."""
         num_layers, top_k = self.routes_shape
         return RecordedRoutes(top_k, num_layers, "uint8" if self.num_experts <= 255 else "uint16")
 
@@ -203,13 +203,13 @@ class _GroupChoice:
         start: int,
         wanted: Tensor | None,
     ) -> None:
-        """`real`: the tokens among the group's rows; the first is row `start` of the batch. `wanted`: rows
-        of the batch that the last layer is asked for, on the CPU."""
+        """`real`: the group's rows that are no padding; the first is row `start` of the batch. `wanted`: rows
+        of the batch that are selected in the last layer, on the CPU."""
         assert routes is None or isinstance(routes, (NativeRoutes, RecordedRoutes, ReplayedRoutes))
         self._routes = routes
         self._routers = routers
         self._of_all = real, torch.arange(start, start + len(real), device=real.device)
-        """Where the rows lie in the group, and as what the routes know them."""
+        """Indices of the rows in the group, and in the batch, which the routes use."""
         self._of_last = self._of_all
         if wanted is not None:
             rows = ((wanted >= start) & (wanted < start + len(real))).nonzero().flatten()
@@ -225,19 +225,19 @@ class _GroupChoice:
 
 
 def _body_of(inner: Any) -> Any:
-    """What stands before the output head; Llama 4's text model says so of itself by mistake."""
+    """The model without its output head; Llama 4's text model wrongly names itself as that."""
     return inner.model if inner.base_model is inner else inner.base_model
 
 
 def _real_rows(lengths: list[int], device: torch.device) -> Tensor:
-    """Which rows of the sequences, padded to the first's length and flattened, are tokens."""
+    """The rows that are tokens, of sequences padded to the first's length and flattened."""
     width = lengths[0]
     return torch.cat([torch.arange(i * width, i * width + n, device=device) for i, n in enumerate(lengths)])
 
 
 @contextmanager
 def _no_progress_bars() -> Iterator[None]:
-    """transformers draws one for each load and save; its switch is put back."""
+    """Disables transformers' progress bars for loading and saving, and restores the setting."""
     from transformers.utils import logging
 
     was_enabled = logging.is_progress_bar_enabled()
@@ -250,7 +250,7 @@ def _no_progress_bars() -> Iterator[None]:
 
 
 def _groups(lengths: tuple[int, ...]) -> list[list[int]]:
-    """Lengths, which fall, of the sequences of each group that is computed at once."""
+    """Groups falling sequence lengths into those that are computed at once."""
     groups: list[list[int]] = []
     for length in lengths:
         last = groups[-1] if groups else None
@@ -262,8 +262,8 @@ def _groups(lengths: tuple[int, ...]) -> list[list[int]]:
 
 
 def _check_supported(config: Any) -> None:
-    """Raises CheckpointError for models that are no decoders with attention alone: what they carry from token
-    to token would run on through padding, and an encoder's input is not there at all."""
+    """Raises CheckpointError for models that are not decoders with attention only: a recurrent state would
+    continue through padding, and an encoder would have no input."""
     text = config.get_text_config()
     kinds = {str(kind) for kind in getattr(text, "layer_types", None) or ()}
     recurrent = sorted(kinds - _ATTENTION_KINDS) or [n for n in _STATE_FIELDS if getattr(text, n, None)]
@@ -277,7 +277,7 @@ def _check_supported(config: Any) -> None:
 
 
 def _check_report(report: Mapping[str, Any]) -> None:
-    """Raises CheckpointError for what transformers fills with fresh random values, or leaves out."""
+    """Raises CheckpointError for tensors that transformers initialised at random, or ignored."""
     for kind in ("missing_keys", "mismatched_keys", "unexpected_keys"):
         names = sorted(str(name) for name in report.get(kind) or ())
         if names:

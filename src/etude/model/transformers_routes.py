@@ -1,7 +1,7 @@
 """Expert routes of transformers' mixtures of experts.
 
-Their routers are modules that end with a top k over the experts' scores and make gates of what it gives. For
-the time of a pass that one top k is answered by our routes: everything else, gates and gradients included, is
+Their routers are modules that end with a top-k over the experts' scores and compute gates from its result.
+During a pass, our routes replace the result of this top-k; everything else, including gates and gradients, is
 the router's own.
 """
 
@@ -26,8 +26,8 @@ _ROUTER = re.compile(r"(Router|Gate)$")
 
 
 def find_routers(model: nn.Module) -> list[nn.Module]:
-    """The routers of a mixture of experts, by layer; empty for a dense model, and for a mixture whose routers
-    are not built as transformers' usually are."""
+    """The routers of a mixture of experts, by layer; empty for a dense model, and for a mixture with routers
+    of an unusual form."""
     return [
         module
         for module in model.modules()
@@ -60,8 +60,8 @@ class LayerLoads:
         self._counts[layer] = self._counts.get(layer, 0) + counts
         self._num_rows[layer] = self._num_rows.get(layer, 0) + len(probabilities)
 
-    def put_into(self, statistics: RouterStatistics) -> None:
-        """Means over all rows, layer by layer."""
+    def append_to(self, statistics: RouterStatistics) -> None:
+        """Appends the means over all rows, layer by layer."""
         for layer in sorted(self._counts):
             statistics.probabilities.append(self._probabilities[layer] / self._num_rows[layer])
             statistics.shares.append(self._counts[layer] / self._counts[layer].sum())
@@ -71,10 +71,10 @@ class LayerLoads:
 def routed_by(
     routers: Sequence[nn.Module], choose: Choose, loads: LayerLoads | None, real: Tensor
 ) -> Iterator[None]:
-    """Lets `choose` pick the experts of every row of one forward pass.
+    """Selects the experts of every row of one forward pass with `choose`.
 
-    `real` [rows]: which rows of what the routers see are tokens and no padding; only those enter `loads`.
-    Raises RouteReplayError, in the pass, for a router that asks otherwise than it should.
+    `real`: the routers' input rows that are not padding; only those are added to `loads`. Raises
+    RouteReplayError, during the pass, for a router that does not call top-k as expected.
     """
     with ExitStack() as stack:
         for layer, router in enumerate(routers):
@@ -115,10 +115,10 @@ def _route(
 
 
 def _logits_of(router: nn.Module, output: Sequence[Tensor]) -> Tensor:
-    """[rows, experts] float32, among what a router gives: behind the gates where these have a column for
-    each expert, too, and before the chosen ones, which are integers."""
+    """Logits [rows, experts] float32 among a router's outputs: after the gates if these also have a column
+    for each expert, and before the chosen experts, which are integers."""
     count = cast(Any, router).num_experts
-    wide = [one for one in output if one.shape[-1] == count and one.is_floating_point()]
+    wide = [tensor for tensor in output if tensor.shape[-1] == count and tensor.is_floating_point()]
     if not wide:
         raise RouteReplayError(
             "this router does not tell its scores, so its load cannot be measured",
@@ -130,7 +130,7 @@ def _logits_of(router: nn.Module, output: Sequence[Tensor]) -> Tensor:
 
 
 class _Choice(TorchFunctionMode):
-    """Answers the top k over all experts with another choice."""
+    """Replaces the result of the top-k over all experts by another choice."""
 
     def __init__(self, router: Any, choose: Callable[[Tensor], Tensor]) -> None:
         super().__init__()

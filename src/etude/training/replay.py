@@ -70,5 +70,5 @@ def with_old_policy(
     proximal = batch.unpack(rows.float().cpu().numpy())
     if recorder is None:
         return [replace(s, proximal=p) for s, p in zip(sequences, proximal, strict=True)]
-    recorded = batch.unpack(recorder.take(len(batch.tokens), targets - 1).cpu().numpy())
+    recorded = batch.unpack(recorder.pop_routes(len(batch.tokens), targets - 1).cpu().numpy())
     return [replace(s, proximal=p, routes=r) for s, p, r in zip(sequences, proximal, recorded, strict=True)]

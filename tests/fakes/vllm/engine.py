@@ -149,7 +149,7 @@ class FakeEngine:
         recorder = self.model.recorder()
         hidden = self.model(ids, torch.arange(len(ids)), PackedAttention([len(ids)]), recorder)
         logits = self.model.logits(hidden)
-        self._keep_routes(job, recorder.take(len(ids)).numpy())
+        self._keep_routes(job, recorder.pop_routes(len(ids)).numpy())
         if "prompt_logprobs" in job.params and job.prompt_logprobs is None:
             scores = logits.log_softmax(-1)
             rows = [float(scores[place - 1, token]) for place, token in enumerate(job.prompt) if place]

@@ -61,7 +61,7 @@ def routes_of(model: LanguageModel, whole: list[int]) -> np.ndarray:
     recorder = RecordedRoutes.of(model.config)
     ids = torch.tensor(whole)
     model(ids, torch.arange(len(ids)), PackedAttention([len(ids)]), recorder)
-    return recorder.take().numpy()
+    return recorder.pop_routes().numpy()
 
 
 @asynchronous

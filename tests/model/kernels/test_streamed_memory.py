@@ -12,7 +12,7 @@ SHAPES = [((3, 5), torch.float32), ((7,), torch.bfloat16), ((9 << 20,), torch.fl
 
 def test_tensors_begin_at_cache_lines_and_do_not_share_memory() -> None:
     memory = StreamedMemory()
-    taken = [memory.take(shape, dtype) for shape, dtype in SHAPES]
+    taken = [memory.allocate(shape, dtype) for shape, dtype in SHAPES]
     for number, tensor in enumerate(taken):
         assert not tensor.any(), "nobody wrote here before"
         tensor.fill_(number + 1)
@@ -24,13 +24,13 @@ def test_tensors_begin_at_cache_lines_and_do_not_share_memory() -> None:
 @pytest.mark.parametrize("shape", [(0,), (2, 0, 4)])
 def test_an_empty_tensor_takes_nothing(shape: tuple[int, ...]) -> None:
     memory = StreamedMemory()
-    assert memory.take(shape).shape == shape
-    assert memory.take((4,)).tolist() == [0.0] * 4
+    assert memory.allocate(shape).shape == shape
+    assert memory.allocate((4,)).tolist() == [0.0] * 4
 
 
 def test_a_tensor_keeps_its_values_when_the_others_and_the_memory_are_gone() -> None:
     memory = StreamedMemory()
-    kept, *_ = [memory.take((1 << 20,)) for _ in range(20)]
+    kept, *_ = [memory.allocate((1 << 20,)) for _ in range(20)]
     kept.fill_(3)
     del memory, _
     assert (kept == 3).all()

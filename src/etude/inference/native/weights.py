@@ -157,7 +157,7 @@ class _NativeBlocks:
         return address(self._pack(weights).native)
 
     def _pack(self, weights: Sequence[Tensor], weight_type: WeightType | None = None) -> PackedMatrices:
-        packed = pack(weights, weight_type or self._type, self._memory.take)
+        packed = pack(weights, weight_type or self._type, self._memory.allocate)
         self._held.append(packed)
         return packed
 

@@ -1,4 +1,4 @@
-"""Hugging Face directories in and out: `config.json` and safetensors, one file or many."""
+"""Reading and writing of Hugging Face directories: `config.json` and safetensors, one file or many."""
 
 from etude.model.huggingface.checkpoint import check_memory as check_memory
 from etude.model.huggingface.checkpoint import from_huggingface as from_huggingface

@@ -1,4 +1,4 @@
-"""Models from Hugging Face directories, and such directories from models."""
+"""Loads models from Hugging Face directories, and saves them as such."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from etude.observe.machine import total_memory_bytes
 MAX_FILE_BYTES = 5_000_000_000
 """Larger checkpoints are written as several files."""
 HEAD = "lm_head.weight"
-"""Their name of the output head."""
+"""Hugging Face's name of the output head."""
 _NAMED = 4
-"""How many tensor names an error lists."""
+"""Number of tensor names that an error lists."""
 _CHECKED_AT_ONCE = 1 << 20
-"""Numbers whose check takes memory at the same time."""
+"""Values that are checked at once, which bounds the memory for it."""
 
 
 def save_model(model: LanguageModel, directory: Path, max_file_bytes: int = MAX_FILE_BYTES) -> None:
-    """Writes what transformers' AutoModelForCausalLM loads with equal logits, in the model's own type."""
+    """Writes a directory, in the model's type, that AutoModelForCausalLM loads with equal logits."""
     directory.mkdir(parents=True, exist_ok=True)
     text = write_fields(model.config, model.vocab_size, model.embedding.dtype)
     (directory / "config.json").write_text(text, encoding="utf-8")
@@ -37,10 +37,10 @@ def save_model(model: LanguageModel, directory: Path, max_file_bytes: int = MAX_
 
 @torch.no_grad()
 def load_model(directory: Path, dtype: torch.dtype = torch.float32) -> LanguageModel:
-    """Reads a directory that `save_model` or transformers wrote, into weights of type `dtype`.
+    """Reads a directory written by `save_model` or transformers, into weights of type `dtype`.
 
-    Left out are tensors that are no part of the model: the rotary frequencies that old versions stored, and
-    layers for multi-token prediction behind the last block, which `load_draft_layers` reads.
+    Ignores tensors that are no part of the model: the rotary frequencies that old versions stored, and
+    layers for multi-token prediction after the last block, which `load_draft_layers` reads.
 
     Raises CheckpointError on a missing or damaged file, another architecture, missing, extra, wrongly
     shaped or non-finite tensors, and on a model that is larger than this machine's memory.
@@ -53,14 +53,14 @@ def load_model(directory: Path, dtype: torch.dtype = torch.float32) -> LanguageM
 
 
 def outline_model(fields: CheckpointFields, dtype: torch.dtype) -> LanguageModel:
-    """The model that `fields` describe, without storage."""
+    """The model that `fields` describe, without storage (on the device `meta`)."""
     with torch.device("meta"):
         return build_model(fields.config, fields.vocab_size).cast(dtype)
 
 
 @torch.no_grad()
 def fill_model(model: LanguageModel, tensors: Tensors, num_mtp_layers: int = 0) -> LanguageModel:
-    """Gives storage and these weights to what `outline_model` returned, once names and shapes are right;
+    """Allocates a model from `outline_model` and loads these weights, after checking names and shapes;
     returns it. Raises CheckpointError as `load_model` does."""
     check_names(entries(model), tensors, model.config.num_layers, num_mtp_layers)
     model.to_empty(device="cpu").reset_rotation()
@@ -73,7 +73,7 @@ def fill_model(model: LanguageModel, tensors: Tensors, num_mtp_layers: int = 0) 
 
 @torch.no_grad()
 def load_draft_layers(directory: Path, dtype: torch.dtype = torch.float32) -> DraftLayers | None:
-    """Reads the layers that draft tokens from a directory that has them; None where there are none.
+    """Reads the draft layers of a directory; None if it has none.
 
     Their copies of the embedding and of the head are not read: both are the model's.
     Raises CheckpointError as `load_model` does.
@@ -96,13 +96,13 @@ def load_draft_layers(directory: Path, dtype: torch.dtype = torch.float32) -> Dr
 
 
 def to_huggingface(model: LanguageModel) -> dict[str, Tensor]:
-    """The model's tensors under Hugging Face's names and layouts: copies."""
+    """Copies of the model's tensors under Hugging Face's names and layouts."""
     return {name: entry.read() for name, entry in entries(model).items()}
 
 
 @torch.no_grad()
 def from_huggingface(model: LanguageModel, tensors: Mapping[str, Tensor]) -> None:
-    """Copies Hugging Face tensors into the model. Raises CheckpointError; then the model is unchanged."""
+    """Copies Hugging Face tensors into the model. Raises CheckpointError and leaves the model unchanged."""
     given, targets = GivenTensors(tensors), entries(model)
     _check(targets, given, set())
     for name in targets:
@@ -125,21 +125,21 @@ def check_memory(model: LanguageModel) -> None:
 
 
 def check_names(targets: Mapping[str, Entry], tensors: Tensors, num_layers: int, num_mtp_layers: int) -> None:
-    """Names and shapes, but for what checkpoints carry beside the model's own. Raises CheckpointError."""
+    """Checks names and shapes, ignoring known tensors outside the model. Raises CheckpointError."""
     names = tensors.names()
     frequencies = {name for name in names if name.endswith("rotary_emb.inv_freq")}
     _check(targets, tensors, _predicting(names, num_layers, num_mtp_layers) | frequencies)
 
 
 def _predicting(names: set[str], num_layers: int, num_mtp_layers: int) -> set[str]:
-    """Those of layers for multi-token prediction."""
+    """The names of tensors of layers for multi-token prediction."""
     beyond = range(num_layers, num_layers + num_mtp_layers)
     layers = {name: re.match(r"model\.layers\.(\d+)\.", name) for name in names}
     return {name for name, match in layers.items() if match and int(match[1]) in beyond}
 
 
 def _check(targets: Mapping[str, Entry], tensors: Tensors, outside: set[str]) -> None:
-    """Names and shapes. Raises CheckpointError."""
+    """Checks names and shapes, without the names in `outside`. Raises CheckpointError."""
     given = tensors.names() - outside
     if HEAD not in targets:
         given.discard(HEAD)
@@ -162,7 +162,7 @@ def _check(targets: Mapping[str, Entry], tensors: Tensors, outside: set[str]) ->
 
 
 def finite(name: str, tensor: Tensor) -> Tensor:
-    """The tensor of this name. Raises CheckpointError for values that are not finite."""
+    """Returns `tensor`. Raises CheckpointError if it has values that are not finite."""
     if not all(bool(part.isfinite().all()) for part in tensor.reshape(-1).split(_CHECKED_AT_ONCE)):
         raise CheckpointError(
             "has values that are not finite",
@@ -174,8 +174,7 @@ def finite(name: str, tensor: Tensor) -> Tensor:
 
 
 def check_tied(head: Tensor, embedding: Tensor) -> None:
-    """Rows of a head that is stored beside a tied embedding must be those of the embedding. Raises
-    CheckpointError."""
+    """Raises CheckpointError if a head that is stored in addition to a tied embedding differs from it."""
     if head.shape != embedding.shape or not torch.equal(head.to(embedding), embedding):
         raise CheckpointError(
             "differs from the embedding to which config.json ties it",

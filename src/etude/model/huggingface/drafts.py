@@ -1,4 +1,4 @@
-"""Draft layers in a model's Hugging Face directory, where DeepSeek-V3 has them: behind the last block."""
+"""Adds draft layers to a model's Hugging Face directory, as DeepSeek-V3 stores them: after the last block."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def add_draft_layers(drafts: DraftLayers, directory: Path) -> None:
 
 
 def _written(directory: Path) -> tuple[dict[str, str], int]:
-    """Where the model's tensors are, and their bytes. A single file is renamed: readers prefer it to an
-    index."""
+    """The file of each of the model's tensors, and their total bytes. A single file is renamed, since readers
+    prefer it to an index."""
     if not (directory / _SINGLE).exists():
         index = json.loads((directory / _INDEX).read_text(encoding="utf-8"))
         return dict(index["weight_map"]), int(index["metadata"]["total_size"])

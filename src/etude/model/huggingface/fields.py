@@ -1,4 +1,4 @@
-"""`config.json`: Hugging Face's names for our configuration, both ways."""
+"""Conversion between Hugging Face's `config.json` and ModelConfig."""
 
 from __future__ import annotations
 
@@ -71,8 +71,7 @@ _ABSENT: dict[str, Any] = {
     "norm_topk_prob": None,
     "rope_interleave": True,
 }
-"""What transformers takes where a field is absent, for those that checkpoints do leave out; None: it depends
-on the architecture."""
+"""transformers' defaults for the fields that checkpoints may omit; None: it depends on the architecture."""
 _LINEAR = {"rope_factor": "factor"}
 _SCALINGS = {
     "linear": _LINEAR,
@@ -106,26 +105,26 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "topk_method": ("noaux_tc",),
     "partial_rotary_factor": (1, None),
 }
-"""Fields of which only these values, or none, are computed here."""
+"""Fields of which only these values, or their absence, are supported."""
 _LLAMA_POSITIONS = 2048
 _MISTRAL_WINDOW = 4096
-"""What transformers takes where `max_position_embeddings` or `sliding_window` is absent."""
+"""transformers' defaults of `max_position_embeddings` and `sliding_window`."""
 
 
 class ForeignModelError(CheckpointError):
-    """A model that is not computed here: transformers and vLLM may know it."""
+    """A model that Étude does not implement; transformers and vLLM may support it."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointFields:
-    """What `config.json` says."""
+    """The contents of `config.json`."""
 
     config: ModelConfig
     vocab_size: int
     fp8_block: tuple[int, int] | None
-    """Rows and columns that share one scale, where weights are stored in 8-bit floats."""
+    """Rows and columns that share one scale, if weights are stored in 8-bit floats."""
     num_mtp_layers: int
-    """Multi-token-prediction layers stored behind the last block."""
+    """Number of multi-token-prediction layers stored after the last block."""
 
 
 def write_fields(config: ModelConfig, vocab_size: int, dtype: torch.dtype) -> str:
@@ -136,7 +135,7 @@ def write_fields(config: ModelConfig, vocab_size: int, dtype: torch.dtype) -> st
         "vocab_size": vocab_size,
         "hidden_act": "silu",
     }
-    if config.architecture != "qwen2":  # which has no such field: its biases are where ours are
+    if config.architecture != "qwen2":  # which has no such field: it always has the same biases as ours
         values["attention_bias"] = False
     values |= {theirs: getattr(config, ours) for ours, theirs in _NAMES[config.architecture].items()}
     if config.architecture == "qwen3_moe":
@@ -157,8 +156,8 @@ def write_fields(config: ModelConfig, vocab_size: int, dtype: torch.dtype) -> st
 
 
 def read_fields(path: Path) -> CheckpointFields:
-    """Reads `config.json`. Raises CheckpointError as `parse_fields` does, and for a file that is not there or
-    damaged."""
+    """Reads `config.json`. Raises CheckpointError as `parse_fields` does, and for a missing or damaged
+    file."""
     if not path.exists():
         fix = "name a Hugging Face directory"
         raise CheckpointError("is not there", field="config.json", received=str(path), fix=fix)
@@ -174,9 +173,9 @@ def read_fields(path: Path) -> CheckpointFields:
 
 
 def parse_fields(values: Mapping[str, Any]) -> CheckpointFields:
-    """What the fields of a `config.json` mean.
+    """Converts the fields of a `config.json`.
 
-    Raises ForeignModelError for what is not computed here, CheckpointError for what is missing or misstated.
+    Raises ForeignModelError for a model that is not supported, CheckpointError for missing or invalid fields.
     """
     model_type = str(values.get("model_type"))
     architecture = _MODEL_TYPES.get(model_type)
@@ -208,7 +207,7 @@ def parse_fields(values: Mapping[str, Any]) -> CheckpointFields:
 
 
 def _with_llama_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
-    """With what transformers takes where an older Llama, Mistral or Qwen2 says nothing."""
+    """`values` with transformers' defaults for fields that older Llama, Mistral and Qwen2 configs omit."""
     absent = {"max_position_embeddings": _LLAMA_POSITIONS, "rope_theta": 10_000.0}
     said = {name: value for name, value in values.items() if value is not None or name == "sliding_window"}
     full = {**absent, **said}
@@ -220,7 +219,7 @@ def _with_llama_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _refuse_sliding_window(values: Mapping[str, Any]) -> None:
-    """Raises ForeignModelError where Mistral's window is shorter than its longest sequence."""
+    """Raises ForeignModelError if Mistral's sliding window is shorter than its longest sequence."""
     window = values.get("sliding_window", _MISTRAL_WINDOW)
     if window is not None and window < values["max_position_embeddings"]:
         raise ForeignModelError(
@@ -285,12 +284,12 @@ def _rope_values(config: ModelConfig) -> dict[str, Any]:
         if not scaling.get(name):
             scaling.pop(name, None)
     parameters |= {"rope_type": config.rope_scaling} | scaling
-    # Readers older than transformers 5 know the second name only.
+    # transformers before version 5 reads the second name only.
     return {"rope_theta": config.rope_theta, "rope_parameters": parameters, "rope_scaling": parameters}
 
 
 def _read_rope(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Reads `rope_parameters`, or `rope_theta` and `rope_scaling` as older checkpoints have them."""
+    """Reads `rope_parameters`, or `rope_theta` and `rope_scaling` of older checkpoints."""
     parameters = values.get("rope_parameters") or values.get("rope_scaling") or {}
     if not isinstance(parameters, dict):
         raise CheckpointError("must be an object", field="config.json: rope_parameters", received=parameters)

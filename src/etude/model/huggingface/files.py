@@ -1,4 +1,4 @@
-"""Safetensors files: one or many with an index, read tensor by tensor, and written."""
+"""Reads and writes safetensors files: one, or many with an index."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ class Tensors(Protocol):
     """Named tensors of a checkpoint."""
 
     def names(self) -> set[str]:
-        """All but what only helps to read others."""
+        """Names of all tensors but auxiliary ones, such as scales."""
         ...
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Known without reading the tensor."""
+        """Shape of a tensor, without reading it."""
         ...
 
     def read(self, name: str) -> Tensor:
-        """Raises CheckpointError if it cannot be read."""
+        """Reads a tensor. Raises CheckpointError if that fails."""
         ...
 
 
@@ -58,7 +58,7 @@ class GivenTensors:
 
 
 class FileTensors:
-    """Tensors in mapped files. 8-bit floats come back as float32, multiplied by their blocks' scales."""
+    """Tensors in mapped files. 8-bit floats are read as float32, multiplied by their blocks' scales."""
 
     def __init__(self, handles: Mapping[str, Any], fp8_block: tuple[int, int] | None) -> None:
         """`handles`: the open file of each tensor, by name."""
@@ -69,7 +69,7 @@ class FileTensors:
         return {name for name in self._handles if not self._is_scale(name)}
 
     def _is_scale(self, name: str) -> bool:
-        """Whether it is the scales of another tensor that is stored in 8-bit floats."""
+        """Whether `name` holds the scales of another tensor that is stored in 8-bit floats."""
         scaled = name.removesuffix(_SCALES)
         if scaled == name or scaled not in self._handles:
             return False
@@ -124,7 +124,7 @@ def open_tensors(directory: Path, fp8_block: tuple[int, int] | None) -> Iterator
 
 def write_tensors(directory: Path, tensors: Mapping[str, Entry], max_file_bytes: int) -> None:
     """Writes files of at most `max_file_bytes` each (one tensor at least), and an index if there are many.
-    Weight files that were there before are removed."""
+    Earlier weight files in the directory are removed."""
     shards: list[list[str]] = [[]]
     size = 0
     for name, entry in tensors.items():
@@ -155,12 +155,12 @@ def _open(stack: ExitStack, path: Path) -> Any:
         return stack.enter_context(safe_open(path, framework="pt"))
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
-            f"cannot be read: {error}", field=path.name, received=str(path), fix=_way_to_get(path)
+            f"cannot be read: {error}", field=path.name, received=str(path), fix=_fix_for(path)
         ) from error
 
 
-def _way_to_get(path: Path) -> str:
-    """A file of weights that is missing or damaged."""
+def _fix_for(path: Path) -> str:
+    """The error's fix for a weight file that is missing or damaged."""
     if path.is_file():
         return lfs_fix(path) or _FETCH
     if any(path.parent.glob(_PICKLED)):

@@ -1,4 +1,4 @@
-"""Which of Hugging Face's tensors is which part of a model, and how it lies there."""
+"""Correspondence between Hugging Face's tensors and a model's parameters, and their memory layouts."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ def _whole(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One of their tensors, as views of our parameters."""
+    """One Hugging Face tensor as views of a model's parameters."""
 
     shape: tuple[int, ...]
     parts: tuple[tuple[Callable[[Tensor], Tensor], Tensor], ...]
-    """(which view of their tensor, the view of ours of the same shape); together they cover both."""
+    """(function that selects a view of their tensor, view of ours of the same shape); they cover both."""
 
     @staticmethod
     def same(view: Tensor) -> Entry:
-        """Theirs lies as this view of ours does."""
+        """An entry whose tensor has the layout of this view of ours."""
         return Entry(tuple(view.shape), ((_whole, view),))
 
     @property
@@ -72,7 +72,7 @@ def entries(model: LanguageModel) -> dict[str, Entry]:
 
 
 def draft_entries(drafts: DraftLayers, first_layer: int) -> dict[str, Entry]:
-    """Every tensor of the draft layers, which checkpoints number on from `first_layer`."""
+    """Every tensor of the draft layers, which checkpoints number from `first_layer` on."""
     found: dict[str, Entry] = {}
     for index, module in enumerate(drafts.layers):
         layer, prefix = cast(DraftLayer, module), f"model.layers.{first_layer + index}"
@@ -133,8 +133,8 @@ def _latent(block: LatentBlock, interleaved: bool) -> Iterator[tuple[str, Entry]
 
 
 def _rotary_entry(ours: Tensor, heads: int, plain: int, rope: int, interleaved: bool) -> Entry:
-    """A projection of `heads` times (`plain` rows, then `rope` rotary ones), which lie in pairs in theirs if
-    `interleaved`, and in two halves in ours."""
+    """A projection of `heads` times (`plain` rows, then `rope` rotary ones), which are interleaved in theirs
+    if `interleaved`, and in two halves in ours."""
     if not interleaved:
         return Entry.same(ours)
     by_head = ours.view(heads, plain + rope, -1)

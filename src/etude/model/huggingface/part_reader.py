@@ -1,8 +1,8 @@
-"""Reads some rows of a model's parameters from a Hugging Face directory, and nothing else.
+"""Reads only some rows of a model's parameters from a Hugging Face directory.
 
-Of a model that is cut over several ranks each rank reads what it keeps: a run of rows of each parameter. Our
-parameters hold several of theirs (queries, keys and values; one matrix per expert), so the rows wanted may
-lie in one of their tensors, in a part of one, or in many.
+Of a model that is sharded over ranks, each rank reads its own part: a run of rows of each parameter. Our
+parameters combine several of theirs (queries, keys and values; one matrix per expert), so these rows may be
+in one of their tensors, in a part of one, or in many.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from etude.model.huggingface.layout import entries
 from etude.model.language_model import LanguageModel
 
 _MAPPED_BYTES = 1 << 24
-"""Pages of a mapped file count as this process's memory until it is closed: after so many bytes it is opened
-anew."""
+"""Pages of a mapped file count as this process' memory until it is closed: it is reopened after this many
+bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """One of their tensors within one of our parameters."""
+    """A Hugging Face tensor within one of our parameters."""
 
     name: str
     select: Callable[[Tensor], Tensor] | None
-    """Which view of theirs; None: all of it, row by row as it lies in ours."""
+    """Selects the view of theirs; None: all of it, with rows as in ours."""
     view: Tensor
     """The view of ours, without storage."""
     start: int
     stop: int
-    """The rows of ours that it reaches into."""
+    """The range of our rows that it overlaps."""
 
 
 class PartReader:
@@ -80,11 +80,11 @@ class PartReader:
     @torch.no_grad()
     def read(self, name: str, start: int, stop: int) -> Tensor:
         """Rows [start, stop) of our parameter `name`, in its type. Raises CheckpointError for values that are
-        not finite, and for a head that is not the embedding to which it is tied."""
+        not finite, and for a stored head that differs from the embedding to which it is tied."""
         whole = self._parameters[name]
         pieces = [p for p in self._pieces[name] if p.start < stop and start < p.stop]
         if any(p.select is not None and not (start <= p.start and p.stop <= stop) for p in pieces):
-            return self.read(name, 0, len(whole))[start:stop]  # theirs does not lie in rows of ours
+            return self.read(name, 0, len(whole))[start:stop]  # theirs are not runs of our rows
         rows = torch.empty((stop - start, *whole.shape[1:]), dtype=whole.dtype)
         for piece in pieces:
             if piece.select is None:
@@ -117,7 +117,7 @@ class PartReader:
 
 
 def _storage(tensor: Tensor) -> int:
-    """What tensors that share memory have in common, also where there is none."""
+    """Identity of a tensor's storage, also for tensors without memory."""
     return tensor.untyped_storage()._cdata
 
 

@@ -1,7 +1,7 @@
-"""Batch-invariant operations: the trainer's module with them computes the engine's bits.
+"""Batch-invariant operations, with which the trainer's module is bitwise equal to the engine.
 
-Forward passes are the native blocks of which the engine's own pass is made, or sum in the same order: a row's
-result depends neither on the other rows nor on threads. Backward passes are those of the default operations.
+Forward passes use the engine's own native kernels, or sum in the same order: a row's result depends neither
+on the other rows nor on the number of threads. Backward passes are those of the default operations.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from etude.model.ops import Ops
 
 
 class InvariantOps(Ops):
-    """`Ops` of which every result is a fixed function of its row. Float32 on a CPU only."""
+    """`Ops` whose results are functions of their row alone. Float32 on a CPU only."""
 
     def __init__(self) -> None:
-        """Raises ResourceError where the native kernels cannot be compiled."""
+        """Raises ResourceError if the native kernels cannot be compiled."""
         load_library()
 
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -108,7 +108,7 @@ class InvariantPackedAttention:
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """query [T, heads, dim], key [T, kv_heads, dim], value [T, kv_heads, value_dim] -> [T, heads,
-        value_dim]. Values that are narrower must be a view of the beginning of the only key head."""
+        value_dim]. Values narrower than keys must be a view of the first entries of the only key head."""
         if value.shape[-1] < key.shape[-1] and not _begins(key, value):
             raise ResourceError(
                 "batch-invariant attention takes narrower values only as the beginning of one key head",
@@ -126,7 +126,7 @@ def _begins(key: Tensor, value: Tensor) -> bool:
 
 
 class _Softmax(torch.autograd.Function):
-    """Over the last dimension."""
+    """Softmax over the last dimension."""
 
     @staticmethod
     def forward(ctx: Any, scores: Tensor) -> Tensor:
@@ -143,7 +143,7 @@ class _Softmax(torch.autograd.Function):
 
 
 class _Sigmoid(torch.autograd.Function):
-    """Of each value."""
+    """Sigmoid of each value."""
 
     @staticmethod
     def forward(ctx: Any, scores: Tensor) -> Tensor:
@@ -160,7 +160,7 @@ class _Sigmoid(torch.autograd.Function):
 
 
 class _LogSoftmax(torch.autograd.Function):
-    """Over the last dimension."""
+    """Log-softmax over the last dimension."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor) -> Tensor:
@@ -177,7 +177,7 @@ class _LogSoftmax(torch.autograd.Function):
 
 
 def _check(*inputs: Tensor) -> None:
-    """Raises ResourceError for what the native blocks do not compute."""
+    """Raises ResourceError for inputs that the native kernels do not support."""
     for x in inputs:
         if x.dtype != torch.float32 or x.device.type != "cpu":
             raise ResourceError(

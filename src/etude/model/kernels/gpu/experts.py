@@ -1,9 +1,9 @@
 """A mixture of experts over the few rows of a decoding step, with shapes that do not depend on the routes.
 
-Decoding reads weights and computes little. So a program takes one expert and a block of its columns, reads
-these weights once, and multiplies them with all rows of a tile, of which it keeps those that chose the
-expert; experts that nobody chose are not read. Nothing is sorted or counted, nothing waits for the device,
-and a row's bits do not depend on the others: a step can be captured as a graph.
+Decoding is bound by reading weights. So a program takes one expert and a block of its columns, reads these
+weights once, and multiplies them with all rows of a tile, of which it stores those that chose the expert;
+experts that no row chose are not read. Nothing is sorted or counted, the host never synchronises with the
+device, and a row's bits do not depend on other rows: a step can be captured as a CUDA graph.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 MAX_ROWS = 256
-"""Beyond, sorting rows by expert and a grouped product compute less."""
+"""With more rows, sorting them by expert and a grouped product are faster."""
 _MIN_TILE, _MAX_TILE = 16, 64
 _BLOCK, _DEPTH = 64, 64
 
@@ -22,7 +22,7 @@ _BLOCK, _DEPTH = 64, 64
 def mix_few_rows(x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
     """See `Ops.experts`; not differentiable, and each row's experts must differ. All tensors contiguous.
 
-    The experts' inner values are rounded to the type of `x`; what is mixed and its sum are float32.
+    The experts' inner values are rounded to the type of `x`; their outputs and the sum are float32.
     """
     (num_rows, width), (num_experts, inner, _), top_k = x.shape, down.shape, chosen.shape[1]
     gated = torch.empty((num_rows, top_k, inner), dtype=x.dtype, device=x.device)
@@ -44,7 +44,7 @@ def mix_few_rows(x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, weigh
 
 @triton.jit
 def _members(chosen, row, expert, num_rows, TOP_K: tl.constexpr, SLOTS: tl.constexpr):
-    """Of each row [TILE]: whether it chose the expert, and as its how-manieth."""
+    """For each row [TILE]: whether it chose the expert, and at which index of its choices."""
     slot = tl.arange(0, SLOTS)
     held = (row[:, None] < num_rows) & (slot[None, :] < TOP_K)
     hits = tl.load(chosen + row[:, None] * TOP_K + slot[None, :], mask=held, other=-1) == expert

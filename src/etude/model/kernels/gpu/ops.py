@@ -1,7 +1,7 @@
-"""The arithmetic of a model on a GPU: PyTorch's operators, and kernels of our own where these lose.
+"""Ops on a GPU: PyTorch's operators, and custom kernels where these are faster.
 
-A model of bfloat16 weights has its router, its output head and the sum over experts in float32, as on a CPU:
-products of bfloat16 numbers are exact in float32, so summing them there needs no copies of the weights.
+With bfloat16 weights, the router, the output head and the sum over experts are computed in float32, as on a
+CPU: products of bfloat16 numbers are exact in float32, so accumulating there needs no copies of the weights.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from etude.model.ops import Ops, TorchOps
 
 
 class GpuOps(TorchOps):
-    """`TorchOps` with fixed-shape kernels where no gradient is wanted, and float32 products of bfloat16."""
+    """`TorchOps` with fixed-shape kernels when gradients are off, and float32 products of bfloat16."""
 
     def rotate(self, x: Tensor, cosine: Tensor, signed_sine: Tensor) -> Tensor:
         if torch.is_grad_enabled() or x.stride(-1) != 1:
@@ -47,7 +47,7 @@ class GpuOps(TorchOps):
         self, hidden: Tensor, head: Tensor, tokens: Tensor, temperature: float
     ) -> tuple[Tensor, Tensor]:
         if _is_half_on_gpu(hidden, head):
-            # Not TorchOps': it multiplies float32 copies, at a fraction of the rate of 16-bit numbers.
+            # Not TorchOps': it multiplies float32 copies, at a fraction of the rate of 16-bit products.
             return Ops.logprobs(self, hidden, head, tokens, temperature)
         return super().logprobs(hidden, head, tokens, temperature)
 
@@ -68,7 +68,7 @@ def _is_half_on_gpu(x: Tensor, weight: Tensor) -> bool:
 
 class _WideProduct(torch.autograd.Function):
     """x [T, in], weight [out, in], both of 16 bits -> [T, out] float32; its gradient is rounded to 16 bits
-    before it is multiplied on."""
+    before the products of the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:

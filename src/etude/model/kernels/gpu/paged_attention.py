@@ -1,11 +1,11 @@
-"""Attention of one engine step over a paged cache, prefilling and decoding rows alike.
+"""Paged attention of one engine step, for prefill and decode rows alike.
 
 A program takes a tile: a few consecutive rows of one sequence, and up to 16 query heads that read one head of
-the cache. Keys are walked page by page in one order that depends on the row's position alone. Long sequences
+the cache. Keys are processed page by page in an order that depends only on the row's position. Long sequences
 are cut into splits of a fixed number of pages, whose results are joined in order (flash decoding), so a row's
-bits depend neither on the batch nor on how long other sequences are.
+bits depend neither on the batch nor on the lengths of other sequences.
 
-A row at position -1 is padding: it is stored nowhere, sees nothing and gets zeros.
+A row at position -1 is padding: it is not stored, attends to nothing and gets zeros.
 
 Online softmax after Milakov and Gimelshein (2018); tiling after FlashAttention-2 (Dao 2023) and flash
 decoding (Dao and others 2023); paging after vLLM (Kwon and others 2023).
@@ -26,10 +26,10 @@ PAGE_TOKENS = 16
 SPLIT_PAGES = 64
 """Pages of one split: 1,024 tokens."""
 MAX_TILE_HEADS = 16
-"""Query heads of one tile: more would not fit into the registers with the widest values."""
+"""Query heads of one tile: with the widest values, more would not fit into registers."""
 _BLOCK_PAGES = 4
 _MIN_ROWS = 16
-"""Rows of the smallest matrix product that tensor cores take."""
+"""Rows of the smallest matrix product that tensor cores support."""
 _WIDE_KEY = 256
 """Keys wider than this are loaded one block ahead instead of two, to fit into shared memory, and computed by
 twice as many warps, to fit into registers."""
@@ -68,7 +68,7 @@ def store_rows(
     sequence: Tensor,
     positions: Tensor,
 ) -> None:
-    """Puts each row's key and value into its page; rows at position -1 go nowhere.
+    """Writes each row's key and value to its page, except for rows at position -1.
 
     key [T, kv_heads, key_dim] and value [T, kv_heads, value_dim] may have any strides but the last; keys and
     values as in `paged_attention`; sequence [T]: each row's table; positions [T].
@@ -108,14 +108,14 @@ def paged_attention(
     scale: float,
     value_dim: int,
 ) -> Tensor:
-    """Attention of every row to positions 0 .. its own. Nothing waits for the device.
+    """Attention of every row to positions 0 .. its own. Never synchronises with the device.
 
     query [T, heads, key_dim], rows of any stride; keys [pages, kv_heads, key_dim, 16]; values [pages,
-    kv_heads, 16, value_dim], or None where a value is the first `value_dim` entries of its key; tables [S,
+    kv_heads, 16, value_dim], or None if a value is the first `value_dim` entries of its key; tables [S,
     max_pages] int32, rows of any stride; positions [T]. Returns [T, heads, value_dim] in the query's dtype;
     sums are float32.
 
-    Raises ValueError for head widths that the tiles cannot take.
+    Raises ValueError for head widths that the tiles do not support.
     """
     num_rows, heads, key_dim = query.shape
     kv_heads, group = keys.shape[1], heads // keys.shape[1]
@@ -161,7 +161,7 @@ def paged_attention(
 
 
 def _cut_key(key_dim: int, value_dim: int, value_in_key: bool) -> tuple[int, int]:
-    """A key's width as two powers of two, the second perhaps 0. Raises ValueError."""
+    """Splits a key's width into two powers of two, the second possibly 0. Raises ValueError."""
     main_dim = value_dim if value_in_key else 1 << (key_dim.bit_length() - 1)
     tail_dim = key_dim - main_dim
     if any(dim & (dim - 1) or 0 < dim < 16 for dim in (main_dim, tail_dim, value_dim)):
@@ -193,7 +193,7 @@ def _store(
     HAS_VALUES: tl.constexpr,
     PAGE: tl.constexpr,
 ):
-    """One row and head of the cache."""
+    """Stores one row's key and value of one head."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     position = tl.load(positions + row)
     if position >= 0:
@@ -303,9 +303,9 @@ def _score_block(q_main, q_tail, strips, held, MAIN: tl.constexpr, TAIL: tl.cons
 
 @triton.jit
 def _absorb(scores, v, best, weight, total):
-    """The online softmax's step: takes one block of scores and values into maximum, weight and sums."""
+    """One step of online softmax: updates maximum, weight and sums with a block of scores and values."""
     higher = tl.maximum(best, tl.max(scores, axis=1))
-    # A row that has seen nothing yet has no maximum: its terms are all 0, not 0/0.
+    # A row without any keys so far has no maximum: its terms are all 0, not 0/0.
     anchor = tl.where(higher == float("-inf"), 0.0, higher)
     shares = tl.exp(scores - anchor[:, None])
     fade = tl.exp(best - anchor)

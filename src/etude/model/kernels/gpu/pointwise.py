@@ -1,4 +1,4 @@
-"""What a decoding step computes element by element, in one kernel each: there, launches are the cost.
+"""Pointwise operations of a decoding step as single kernels, since launches dominate its cost.
 
 Not differentiable. Everything is computed in float32 and rounded once.
 """

@@ -1,7 +1,7 @@
 """Attention over a packed batch on a GPU: flash attention over sequences of any length, without padding.
 
-PyTorch's `varlen_attn` (FlashAttention-2, Dao 2023, or what the device has instead). What it does not take,
-float32 or heads wider than 256, goes through the padded buckets of PackedAttention, which are the reference.
+PyTorch's `varlen_attn` (FlashAttention-2, Dao 2023, or the device's alternative). float32 and heads wider
+than 256, which it does not support, use the padded buckets of PackedAttention, which are the reference.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from etude.model.attention import PackedAttention
 
 _MAX_HEAD = 256
 _TAKES_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters
-"""Before PyTorch 2.12 every query head has a key head of its own."""
+"""Whether grouped-query attention is supported: before PyTorch 2.12, keys are repeated per query head."""
 
 
 class VarlenAttention:
     """Causal attention within each sequence of a packed batch. Implements PackedAttention."""
 
     def __init__(self, reference: PackedAttention) -> None:
-        """`reference`: knows the lengths, and computes what this cannot."""
+        """`reference`: has the lengths, and computes unsupported inputs."""
         self._reference = reference
         self._ends: Tensor | None = None
 

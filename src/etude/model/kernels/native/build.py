@@ -23,7 +23,7 @@ _SIZES = (
     "etude_outruns_mkl",
     "etude_sort_copies",
 )
-"""Functions that return a size, a count or a truth; all others return nothing."""
+"""Functions that return a size, a count or a boolean; all others return nothing."""
 _CALLS = (
     *("etude_pack", "etude_forward", "etude_sample", "etude_rows", "etude_choice", "etude_draft_layer"),
     *("etude_attention", "etude_product", "etude_flash", "etude_flash_gradients"),
@@ -35,7 +35,7 @@ _CALLS = (
 
 @functools.cache
 def load_library() -> ctypes.CDLL:
-    """The library, compiled if no cached one fits. Raises ResourceError without a compiler that does it."""
+    """The library, compiled if no cached one fits. Raises ResourceError without a suitable compiler."""
     library = compile_library(
         Path(str(files("etude.model.kernels.native"))),
         field="engine.kernels",
@@ -50,7 +50,7 @@ def load_library() -> ctypes.CDLL:
 
 
 def _parallel() -> ctypes.c_void_p:
-    """GOMP_parallel of the OpenMP library that PyTorch runs on; NULL where the system does not tell which."""
+    """GOMP_parallel of the OpenMP library that PyTorch uses; NULL if that cannot be determined."""
     try:
         lines = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
     except OSError:

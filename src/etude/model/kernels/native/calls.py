@@ -1,4 +1,4 @@
-"""The engine's blocks over all rows of a batch, one call each: float32 in, a new tensor out."""
+"""Calls of the engine's native kernels on all rows of a batch: float32 in, a new tensor out."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from etude.model.kernels.native.matrices import PackedMatrices, aligned
 from etude.model.kernels.native.training import side_by_side
 
 PAGE_TOKENS = 16
-"""PAGE of the source: positions in a page of keys and values."""
+"""PAGE in common.h: positions in a page of keys and values."""
 _LINEAR, _SOFTMAX, _SIGMOID, _LOG_SOFTMAX = range(4)
 
 
@@ -73,26 +73,26 @@ def linear(matrix: PackedMatrices, x: Tensor, threads: int) -> Tensor:
 
 
 def softmax(x: Tensor, threads: int) -> Tensor:
-    """Over the last dimension."""
+    """Softmax over the last dimension."""
     return _each_row(_SOFTMAX, x, threads)
 
 
 def sigmoid(x: Tensor, threads: int) -> Tensor:
-    """Of each value."""
+    """Sigmoid of each value."""
     return _each_row(_SIGMOID, x, threads)
 
 
 def log_softmax(x: Tensor, threads: int) -> Tensor:
-    """Over the last dimension."""
+    """Log-softmax over the last dimension."""
     return _each_row(_LOG_SOFTMAX, x, threads)
 
 
 def choose_tokens(
     logits: Tensor, tokens: Tensor, distribution: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of rows of logits [N, vocabulary]: the log-probability of each of `tokens` [N] (of `log_softmax`), the
-    entropy and the log-sum, [N] each. `distribution` [N, vocabulary], where given, becomes what the logits
-    stand for."""
+    """For rows of logits [N, vocabulary]: the log-probability of each of `tokens` [N] (as `log_softmax`), the
+    entropy and the log-sum-exp, [N] each. The probabilities are written to `distribution` [N, vocabulary] if
+    given."""
     assert tokens.dtype == torch.int64 and len(tokens) == len(logits), "one each"
     logits, tokens = logits.contiguous(), tokens.contiguous()
     keep = distribution is not None
@@ -106,7 +106,7 @@ def choose_tokens(
 
 
 class PackedPages:
-    """Where keys and values of packed sequences lie, as they would in the engine's cache."""
+    """Pages for the keys and values of packed sequences, laid out as in the engine's cache."""
 
     def __init__(self, lengths: Sequence[int]) -> None:
         """`lengths`: rows of each sequence."""
@@ -159,7 +159,7 @@ class PackedPages:
 
 
 def _each_row(kind: int, x: Tensor, threads: int) -> Tensor:
-    """A block on every row of the last dimension."""
+    """Applies the kernel `kind` to every row of the last dimension."""
     x = x.contiguous()
     out, size = torch.empty_like(x), x.shape[-1]
     _run_rows(_Rows(kind, x.numel() // size, size, None, x.data_ptr(), out.data_ptr()), threads)

@@ -18,11 +18,11 @@ from etude.model.kernels.native.build import load_library
 WeightType = Literal["float32", "bfloat16"]
 _HUGE_PAGE = 1 << 21
 _MAPPED_BYTES = 1 << 25
-"""At least so much is mapped at once."""
+"""Minimum size of a mapping."""
 
 
 class NativeMatrix(ctypes.Structure):
-    """`Matrix` of the source."""
+    """`Matrix` in common.h."""
 
     _fields_: ClassVar = [
         ("inputs", ctypes.c_int64),
@@ -34,7 +34,7 @@ class NativeMatrix(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class PackedMatrices:
-    """One packed matrix or several of one shape, and the memory that they lie in."""
+    """One packed matrix or several of one shape, and the memory that holds them."""
 
     native: ctypes.Array[NativeMatrix]
     memory: Tensor
@@ -44,7 +44,7 @@ class PackedMatrices:
 
 
 def aligned(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
-    """Uninitialised memory that begins at a cache line."""
+    """Uninitialised memory, aligned to a cache line."""
     count, spare = math.prod(shape), 64 // dtype.itemsize
     memory = torch.empty(count + spare, dtype=dtype, device="cpu")
     offset = -memory.data_ptr() % 64 // dtype.itemsize
@@ -52,25 +52,25 @@ def aligned(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tenso
 
 
 class StreamedMemory:
-    """Memory for what every step reads from end to end: weights, pages of a cache. It lies in huge pages
-    where the kernel has them, so that cores wait less for addresses, each tensor behind the one before. A
-    mapping ends with its last tensor."""
+    """Allocates memory that every step reads completely: weights, cache pages. It uses huge pages if the
+    kernel has them, for fewer TLB misses, and places tensors one after the other. A mapping is freed with its
+    last tensor."""
 
     def __init__(self) -> None:
-        self._left = torch.empty(0, dtype=torch.uint8)
+        self._unused = torch.empty(0, dtype=torch.uint8)
 
-    def take(self, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
-        """Zeros that begin at a cache line."""
+    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
+        """Zeros, aligned to a cache line."""
         size = math.prod(shape) * dtype.itemsize
         whole = -(-size // 64) * 64
-        if whole > len(self._left):
-            self._left = _map_huge_pages(max(whole, _MAPPED_BYTES))
-        taken, self._left = self._left[:size], self._left[whole:]
-        return taken.view(dtype).view(shape)
+        if whole > len(self._unused):
+            self._unused = _map_huge_pages(max(whole, _MAPPED_BYTES))
+        allocated, self._unused = self._unused[:size], self._unused[whole:]
+        return allocated.view(dtype).view(shape)
 
 
 def _map_huge_pages(size: int) -> Tensor:
-    """Zeros that begin at a huge page."""
+    """Zeros, aligned to a huge page."""
     memory = mmap.mmap(-1, size + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError):  # a kernel without them
@@ -83,15 +83,15 @@ def _map_huge_pages(size: int) -> Tensor:
 def pack(
     weights: Sequence[Tensor],
     weight_type: WeightType = "float32",
-    take: Callable[[tuple[int, ...], torch.dtype], Tensor] = aligned,
+    allocate: Callable[[tuple[int, ...], torch.dtype], Tensor] = aligned,
 ) -> PackedMatrices:
-    """Packs matrices [inputs, outputs] of one shape, whatever their strides (pass `weight.t()` for a torch
-    linear layer's [outputs, inputs]). `bfloat16` rounds to nearest even. `take`: gives memory for them."""
+    """Packs matrices [inputs, outputs] of one shape and any strides (pass `weight.t()` for a torch linear
+    layer's [outputs, inputs]). `bfloat16` rounds to nearest even. `allocate`: returns memory for them."""
     library = load_library()
     inputs, outputs = weights[0].shape
     size = library.etude_packed_size(ctypes.c_int64(inputs), ctypes.c_int64(outputs))
     half = weight_type == "bfloat16"
-    memory = take((len(weights), size), torch.bfloat16 if half else torch.float32)
+    memory = allocate((len(weights), size), torch.bfloat16 if half else torch.float32)
     native = (NativeMatrix * len(weights))()
     for index, weight in enumerate(weights):
         source = weight.detach().float()

@@ -1,4 +1,4 @@
-"""A layer's experts in a training step, forwards and backwards: one native call each. float32 on a CPU."""
+"""A layer's experts in a training step: one native call each, forward and backward. float32 on a CPU."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ class _Gradients(ctypes.Structure):
 
 
 @dataclass(frozen=True, slots=True)
-class Sorted:
-    """What the backward pass needs: a copy of each row for each choice, sorted by expert; N = T * k."""
+class SortedCopies:
+    """Saved for the backward pass: a copy of each row for each choice, sorted by expert; N = T * k."""
 
     starts: Tensor
     """[experts + 1] the first copy of each expert, and the end."""
     places: Tensor
-    """[T, k] where a choice's copy lies."""
+    """[T, k] index of each choice's copy."""
     rows: Tensor
     """[N, width]"""
     gates: Tensor
@@ -59,7 +59,7 @@ class Sorted:
 
 
 def sort_copies(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor]:
-    """chosen [T, k] -> `starts` and `places` of Sorted. Raises RouteReplayError where one is no expert."""
+    """chosen [T, k] -> `starts` and `places` of SortedCopies. Raises RouteReplayError for invalid experts."""
     assert chosen.dtype == torch.int64
     chosen = chosen.contiguous()
     starts, places = chosen.new_empty(experts + 1), torch.empty_like(chosen)
@@ -77,10 +77,10 @@ def sort_copies(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor]:
 
 def mix(
     x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, weights: Tensor, *, as_engine: bool
-) -> tuple[Tensor, Sorted]:
-    """See Ops.experts: the sum [T, width], and what `mix_backward` needs.
+) -> tuple[Tensor, SortedCopies]:
+    """See Ops.experts: the sum [T, width], and the inputs of `mix_backward`.
 
-    `as_engine`: with the bits of the engine's pass, which applies the weights behind the second product; else
+    `as_engine`: bitwise equal to the engine, which applies the weights after the second product; otherwise
     they are applied before it, to fewer values.
     """
     assert len(x) == len(chosen) and chosen.shape == weights.shape, "choices of these rows"
@@ -88,7 +88,7 @@ def mix(
     copies, inner, width = places.numel(), *down.shape[1:]
     assert x.shape[1] == width and gate_up.shape == (len(down), width, 2 * inner), "they fit"
     rows, gates, opened = (x.new_empty((copies, size)) for size in (width, 1, 2 * inner))
-    made = Sorted(starts, places, rows, gates, opened)
+    made = SortedCopies(starts, places, rows, gates, opened)
     x, gate_up, down, weights = (tensor.contiguous() for tensor in (x, gate_up, down, weights))
     mixed, out = torch.empty_like(rows), torch.empty_like(x)
     call = _describe(made, gate_up, down)
@@ -101,14 +101,14 @@ def mix(
 
 def mix_backward(
     to_out: Tensor,
-    made: Sorted,
+    made: SortedCopies,
     gate_up: Tensor,
     down: Tensor,
     to_gate_up: Tensor | None,
     to_down: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of x [T, width] and of the weights [T, k]; those of the matrices are written to `to_gate_up`
-    and `to_down`, where wanted."""
+    and `to_down` if given."""
     assert all(to is None or to.is_contiguous() for to in (to_gate_up, to_down))
     to_out, gate_up, down = (tensor.contiguous() for tensor in (to_out, gate_up, down))
     back, to_rows, to_opened, to_gates = map(
@@ -127,7 +127,7 @@ def mix_backward(
     return to_x, to_weights
 
 
-def _describe(made: Sorted, gate_up: Tensor, down: Tensor) -> _Mixture:
+def _describe(made: SortedCopies, gate_up: Tensor, down: Tensor) -> _Mixture:
     experts, inner, width = down.shape
     call = _Mixture(*made.places.shape, experts, width, inner)
     call.gate_up, call.down = gate_up.data_ptr(), down.data_ptr()

@@ -1,6 +1,6 @@
 """Native norms, rotations and gates of a training step, with their gradients. float32 on a CPU.
 
-`as_engine`: forwards, with the bits of the engine's pass; else see `training`.
+`as_engine`: the forward pass is bitwise equal to the engine's; otherwise see `training`.
 """
 
 from __future__ import annotations
@@ -67,8 +67,7 @@ class _Gate(ctypes.Structure):
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, as_engine: bool = False) -> tuple[Tensor, Tensor]:
-    """x [T, n] or [T, heads, n], weight [n] -> the norm, and 1 over the root of each row's mean
-    square."""
+    """x [T, n] or [T, heads, n], weight [n] -> the normalised rows, and 1 / RMS of each."""
     assert weight.shape == x.shape[-1:]
     heads = _by_heads(x)
     weight = weight.contiguous()
@@ -92,8 +91,8 @@ def rms_norm_backward(to_out: Tensor, x: Tensor, weight: Tensor, inverse: Tensor
 
 
 def rotate(x: Tensor, cosine: Tensor, signed_sine: Tensor, *, backwards: bool = False) -> Tensor:
-    """x [T, heads, n], tables [T, 1, n], with the engine's bits; or the gradient of that from the gradient
-    x of what came out."""
+    """x [T, heads, n], tables [T, 1, n], bitwise equal to the engine; `backwards`: x is the gradient of the
+    output, and that of the input is returned."""
     heads, tables = _by_heads(x), [table.contiguous() for table in (cosine, signed_sine)]
     assert all(table.shape == (len(x), 1, x.shape[-1]) for table in tables)
     out = x.new_empty(x.shape)
@@ -104,7 +103,7 @@ def rotate(x: Tensor, cosine: Tensor, signed_sine: Tensor, *, backwards: bool = 
 
 
 def silu_gate(gate: Tensor, up: Tensor, scale: Tensor | None = None, *, as_engine: bool = False) -> Tensor:
-    """silu(gate) * up * scale of each row: gate and up [T, n], scale [T], which the engine does not have."""
+    """silu(gate) * up * scale of each row: gate and up [T, n], scale [T]; not with `as_engine`."""
     assert scale is None or not as_engine
     gate, up = _alike(gate, up)
     out = gate.new_empty(gate.shape)
@@ -117,8 +116,8 @@ def silu_gate(gate: Tensor, up: Tensor, scale: Tensor | None = None, *, as_engin
 def silu_gate_backward(
     to_out: Tensor, gate: Tensor, up: Tensor, scale: Tensor | None = None, to_scale: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """What `silu_gate` gave, computed again, and the gradient [T, 2 n] of gate and up side by side. That of
-    `scale` is written to `to_scale` [T]."""
+    """The recomputed `silu_gate`, and the concatenated gradients [T, 2 n] of gate and up. That of `scale` is
+    written to `to_scale` [T]."""
     gate, up = _alike(gate, up)
     to_out, size = to_out.contiguous(), gate.shape[1]
     out, gradient = gate.new_empty(gate.shape), gate.new_empty((len(gate), 2 * size))
@@ -133,7 +132,7 @@ def silu_gate_backward(
 
 
 def _by_heads(x: Tensor) -> Tensor:
-    """x [T, n] or [T, heads, n] -> [T, heads, n] whose values lie side by side."""
+    """x [T, n] or [T, heads, n] -> [T, heads, n] with contiguous values."""
     assert x.ndim in (2, 3)
     heads = x.unsqueeze(1) if x.ndim == 2 else x
     return heads if heads.stride(2) == 1 else heads.contiguous()
@@ -144,7 +143,7 @@ def _strided(x: Tensor) -> _Strided:
 
 
 def _alike(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    """Both with rows as far apart and values side by side."""
+    """Both with the same row stride and contiguous values."""
     assert gate.shape == up.shape
     if gate.stride() == up.stride() and gate.stride(1) == 1:
         return gate, up

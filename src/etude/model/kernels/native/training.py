@@ -1,8 +1,7 @@
-"""The trainer's fast kernels: products of matrices that change at every step, attention with its gradients.
+"""Native kernels of the trainer: products of matrices that change at every step, attention with gradients.
 
-Not the blocks of which the engine's pass is made: these are free to sum in blocks, in an order that is fixed
-by shapes and is the same with any number of threads. Products come in the engine's order too. float32 on a
-CPU.
+Unlike the engine's kernels, these may sum in blocks, in an order that depends on the shapes and not on the
+number of threads. Products are also available in the engine's order. float32 on a CPU.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ class _Flash(ctypes.Structure):
 
 @functools.cache
 def _lanes() -> int:
-    """Values of a vector of the compiled library; 0 where it cannot be compiled, as `etude doctor` tells."""
+    """Vector width of the compiled library in values; 0 if it cannot be compiled (see `etude doctor`)."""
     try:
         return load_library().etude_lanes()
     except ResourceError:
@@ -65,24 +64,24 @@ def _outruns_mkl() -> bool:
 
 
 def is_plain(x: Tensor) -> bool:
-    """Whether `x` is what these kernels compute: float32 in this process's memory."""
+    """Whether these kernels support `x`: float32 in this process' memory."""
     return x.dtype == torch.float32 and x.device.type == "cpu" and type(x) in (Tensor, torch.nn.Parameter)
 
 
 def computes(*inputs: Tensor) -> bool:
-    """Whether attention, norms and gates of these inputs are computed here, and faster than by PyTorch."""
+    """Whether attention, norms and gates of these inputs are supported, and faster than PyTorch's."""
     return all(is_plain(x) for x in inputs) and _lanes() >= _LEAST_LANES
 
 
 def multiplies(*inputs: Tensor) -> bool:
-    """Whether `multiply` computes these inputs, and faster than PyTorch."""
+    """Whether `multiply` supports these inputs, and is faster than PyTorch."""
     return all(is_plain(x) for x in inputs) and _outruns_mkl()
 
 
 def multiply(a: Tensor, b: Tensor, out: Tensor, *, add: bool = False, as_engine: bool = False) -> Tensor:
-    """out [m, n] (+)= a [m, k] b [k, n]; a and b of any strides, rows of out without gaps. Returns `out`.
+    """out [m, n] (+)= a [m, k] b [k, n]; a and b of any strides, rows of out contiguous. Returns `out`.
 
-    `as_engine`: each value has the bits that the engine's pass gives it; not with `add`.
+    `as_engine`: bitwise equal to the engine's product; not with `add`.
     """
     assert out.stride(1) == 1, "rows without gaps"
     assert a.shape[1] == b.shape[0] and out.shape == (a.shape[0], b.shape[1]), "they fit"
@@ -111,11 +110,11 @@ def attend(
     starts: NDArray[np.int64],
     unused: NDArray[np.int64] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Causal attention within sequences, of which `starts` [sequences + 1] has the first rows and the end.
+    """Causal attention within sequences; `starts` [sequences + 1]: their first rows, and the end.
 
     query [T, heads, dim], key [T, kv_heads, dim], value [T, kv_heads, value_dim] -> out [T, heads, value_dim]
-    and the log-sum [T, heads] of each row's scores. `unused` [sequences]: how many rows each begins with
-    whose results may be anything.
+    and the log-sum-exp [T, heads] of each row's scores. `unused` [sequences]: number of rows at the start of
+    each whose results are undefined.
     """
     query, key, value = (side_by_side(x) for x in (query, key, value))
     out = query.new_empty((*query.shape[:2], value.shape[2]))
@@ -151,7 +150,7 @@ def attend_backward(
 
 
 def side_by_side(x: Tensor) -> Tensor:
-    """x [T, heads, dim] with a row's heads one after the other; rows may lie apart."""
+    """x [T, heads, dim] with the heads of each row contiguous; rows may have any stride."""
     packed = x.stride(2) == 1 and (x.shape[1] == 1 or x.stride(1) == x.shape[2])
     return x if packed else x.contiguous()
 
