@@ -1,4 +1,4 @@
-"""What every section of a configuration has in common."""
+"""Base class of the sections of a configuration."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run keeps on disk of the model on its way."""
+"""Checkpoints and weight snapshots of a run."""
 
 from __future__ import annotations
 

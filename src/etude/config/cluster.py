@@ -1,4 +1,4 @@
-"""Where the parts of a run are under `executor = "ray"`, and what is done when one of them fails."""
+"""Placement of a run's parts under `executor = "ray"`, and recovery from their failures."""
 
 from __future__ import annotations
 

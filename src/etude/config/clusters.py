@@ -1,4 +1,4 @@
-"""Sessions in other clusters, which ask a run for them: the control API."""
+"""The control API, from which other clusters request a run's sessions."""
 
 from __future__ import annotations
 

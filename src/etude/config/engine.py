@@ -19,7 +19,7 @@ _PARALLEL = {
     "--prefill-context-parallel-size": "pcp",
     "-pcp": "pcp",
 }
-"""Arguments of vLLM whose values, multiplied, are the GPUs of a server, in short."""
+"""vLLM's arguments that multiply to the number of GPUs of a server, with their short names."""
 
 
 class VllmConfig(Section):
@@ -67,11 +67,11 @@ class VllmConfig(Section):
 
     @property
     def num_gpus(self) -> int:
-        """GPUs that a server takes which is started here."""
+        """Number of GPUs of a server that is started here."""
         return 0 if self.url else math.prod(int(size) for size in self._parallel_sizes().values())
 
     def _parallel_sizes(self) -> dict[str, str]:
-        """Values of the arguments in _PARALLEL. Of two the last one counts, as with vLLM."""
+        """Values of the arguments in _PARALLEL. As in vLLM, the last one counts if repeated."""
         sizes: dict[str, str] = {}
         for place, word in enumerate(self.arguments):
             name, equals, value = word.partition("=")
@@ -98,14 +98,14 @@ class EngineConfig(Section):
     prefill_tokens: int = Field(default=2048, ge=16)
     """Largest number of prompt and observation tokens that are computed in one step."""
     cache_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Number format of keys and values. `auto`: as the model computes. `bfloat16` holds twice as many where
-    that is float32, and moves the engine's log-probabilities away from the trainer's: by 0.002 on average in
-    small random models, by 0.01 at most. Not with native kernels."""
+    """Number format of keys and values. `auto`: the model's. `bfloat16` holds twice as many as float32, and
+    moves the engine's log-probabilities away from the trainer's: by 0.002 on average in small random models,
+    by 0.01 at most. Not with native kernels."""
     weight_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Number format in which native kernels keep their copy of the matrices; they compute in float32 all the
-    same. `auto`: as the model computes. `bfloat16` halves what is read of them, which is most of the time
-    where few sessions decode with a large model, and moves log-probabilities away from the trainer's as far
-    as the rounding of weights does. On a GPU set `dtype` instead."""
+    """Number format in which native kernels keep their copy of the matrices; they compute in float32 in any
+    case. `auto`: the model's. `bfloat16` halves the time to read them, which dominates if few sessions decode
+    with a large model, and moves log-probabilities away from the trainer's as much as rounded weights do. On
+    a GPU set `dtype` instead."""
     speculative_tokens: int = Field(default=0, ge=0, le=64)
     """Largest number of tokens that are drafted ahead and verified in one step; 0 turns drafting off. The
     sampled tokens are the same either way. Sessions in which drafting does not pay continue without it."""
@@ -131,7 +131,7 @@ class EngineConfig(Section):
 
     @property
     def num_gpus(self) -> int:
-        """GPUs that one replica takes, where it computes on GPUs."""
+        """Number of GPUs of one replica, if it computes on GPUs."""
         return self.vllm.num_gpus if self.backend == "vllm" else 1
 
     @model_validator(mode="after")

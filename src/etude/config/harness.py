@@ -15,19 +15,19 @@ class HarnessConfig(Section):
     """
 
     command: str = ""
-    """Shell command that runs the agent in each task's sandbox, in its workspace. `{instruction}` stands for
-    the task's instruction, quoted. In its environment: `ETUDE_INSTRUCTION`, `ETUDE_TASK`, and the endpoint as
+    """Shell command that runs the agent in each task's sandbox, in its workspace. `{instruction}` is replaced
+    by the task's instruction, quoted. Its environment: `ETUDE_INSTRUCTION`, `ETUDE_TASK`, and the endpoint as
     `OPENAI_BASE_URL`, `OPENAI_API_KEY`, `OPENAI_MODEL`, `ANTHROPIC_BASE_URL` and `ANTHROPIC_API_KEY`. Empty:
     Étude's own agent."""
     directory: str = ""
-    """Directory of this machine with the agent in it, such as a Python environment or where npm installed it,
-    that sandboxes see read-only at its own path (what is installed below `/usr` they see without). Needs
-    `sandbox.backend = "local"`; tasks with an image of their own have the agent in the image. Empty: none."""
+    """Directory of this machine that contains the agent, such as a Python environment or npm's prefix. It is
+    mounted read-only in sandboxes at the same path (`/usr` is mounted in any case). Needs `sandbox.backend =
+    "local"`; tasks with an image of their own need the agent in the image. Empty: none."""
     timeout_s: float = Field(default=600.0, gt=0)
-    """Time limit of the command in seconds. At its end the session is graded as it stands, with status
-    `limit`. A shorter limit of the task itself holds instead."""
+    """Time limit of the command in seconds. The session is then graded in its current state, with status
+    `limit`. A shorter limit of the task itself takes precedence."""
     max_running: int = Field(default=16, ge=1)
-    """Largest number of commands that run at once."""
+    """Largest number of commands that run at the same time."""
 
     @field_validator("command")
     @classmethod

@@ -1,4 +1,4 @@
-"""Where images come from."""
+"""Sources of the images of tasks."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from etude.config.base import Section
 
 
 class ImagesConfig(Section):
-    """Images of tasks that bring a machine of their own. See docs/images.md."""
+    """Images of tasks that have an image of their own. See docs/images.md."""
 
     bases: dict[str, str] = Field(default_factory=dict[str, str])
     """Images by the names that tasks and Dockerfiles use: `"ubuntu:24.04" = "oci:DIR"`, an OCI layout,
-    `oci-archive:FILE` or `docker-archive:FILE`; or another image in its place, by a name of `etude sandbox
-    image list` or of a base that is made of Debian's packages: `"ubuntu:24.04" = "debian:bookworm"`. Nothing
-    is fetched from a registry: a task whose image is neither here nor one of these is left out."""
+    `oci-archive:FILE` or `docker-archive:FILE`; or a substitute, by its name in `etude sandbox image list` or
+    that of a base built from Debian's packages: `"ubuntu:24.04" = "debian:bookworm"`. Nothing is fetched from
+    a registry: a task whose image is neither built nor listed here is left out."""
 
     allow: list[str] = Field(default_factory=list[str])
-    """Hosts that RUN of a task's Dockerfile may reach, by the proxy that `http_proxy` names: `host` (its port
-    443), `host:port` or `*.domain:port`, such as `deb.debian.org:80` for apt. Empty: none."""
+    """Hosts that RUN instructions of a task's Dockerfile may reach, through the proxy in `http_proxy`: `host`
+    (port 443), `host:port` or `*.domain:port`, such as `deb.debian.org:80` for apt. Empty: none."""
     allow_private: list[str] = Field(default_factory=list[str])
-    """`IP:PORT` of servers that these hosts may be although their addresses are private, such as a package
-    index of your own."""
+    """`IP:PORT` of private addresses to which these hosts may resolve, such as that of your own package
+    index."""
     volumes: dict[str, Path] = Field(default_factory=dict[str, Path])
-    """Files and directories of the host that RUN of a task's Dockerfile sees, read-only and in no layer:
-    `INSIDE = "HOST"`, as in `"/etc/pip.conf" = "/etc/pip.conf"`."""
+    """Files and directories of the host that are mounted, read-only and in no layer, for RUN instructions of
+    a task's Dockerfile: `INSIDE = "HOST"`, as in `"/etc/pip.conf" = "/etc/pip.conf"`."""
 
     @field_validator("bases")
     @classmethod

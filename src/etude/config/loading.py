@@ -1,4 +1,4 @@
-"""From TOML files and dotted overrides to a checked configuration, and back."""
+"""Loads a validated configuration from TOML files and dotted overrides, and dumps it."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def load_config(
 ) -> RunConfig:
     """Defaults < the TOML file at `path` < `overrides` such as `rl.num_steps=20`.
 
-    `dropped`: keys that this version does not know, and that are left out where the file has them. Raises
-    ConfigError, naming the field, what was received and what would do.
+    `dropped`: keys unknown to this version that are removed from the file's. Raises ConfigError with the
+    field, the received value and a fix.
     """
     tree = read_toml(path) if path is not None else {}
     for key in dropped:
@@ -38,8 +38,8 @@ def load_config(
 
 
 def drop_key(tree: Tree, key: str) -> Any:
-    """Takes a dotted key out of a tree; its value, or None where there is none. Raises ConfigError for a key
-    that is known: it has a value anyway."""
+    """Removes a dotted key from a tree; returns its value, or None if it is missing. Raises ConfigError for a
+    known key: that always has a value."""
     *sections, last = key.split(".")
     if last in _field_names(RunConfig, tuple(sections)):
         raise ConfigError(
@@ -55,7 +55,7 @@ def drop_key(tree: Tree, key: str) -> Any:
 
 
 def _check_model_overrides(config: RunConfig, overrides: Iterable[str]) -> None:
-    """A checkpoint says what its model is: overrides of `model` are refused."""
+    """Refuses overrides of `model` with `initial_checkpoint`, whose config.json determines the model."""
     if config.initial_checkpoint is None:
         return
     for override in overrides:
@@ -70,7 +70,7 @@ def _check_model_overrides(config: RunConfig, overrides: Iterable[str]) -> None:
 
 
 def parse_config(tree: Mapping[str, Any]) -> RunConfig:
-    """Checks a tree of plain values. Raises ConfigError."""
+    """Validates a tree of plain values. Raises ConfigError."""
     try:
         return RunConfig.model_validate(dict(tree))
     except ValidationError as error:
@@ -78,12 +78,12 @@ def parse_config(tree: Mapping[str, Any]) -> RunConfig:
 
 
 def load_section(kind: type[AnySection], path: Path) -> AnySection:
-    """A file that holds a `kind` and nothing of a run. Raises ConfigError."""
+    """Loads a file that contains a single section of type `kind`. Raises ConfigError."""
     return parse_section(kind, read_toml(path))
 
 
 def parse_section(kind: type[AnySection], tree: Tree) -> AnySection:
-    """A `kind` of plain values. Raises ConfigError."""
+    """Validates plain values as a section of type `kind`. Raises ConfigError."""
     try:
         return kind.model_validate(tree)
     except ValidationError as error:
@@ -96,7 +96,7 @@ def dump_config(config: RunConfig) -> str:
 
 
 def read_toml(path: Path) -> Tree:
-    """The plain values of a TOML file. Raises ConfigError where there is none."""
+    """The plain values of a TOML file. Raises ConfigError if it is missing or invalid."""
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -136,7 +136,7 @@ def _apply_override(tree: Tree, override: str) -> None:
 
 
 def _parse_value(text: str) -> Any:
-    """A TOML value where it is one, otherwise the text itself, so that strings need no quotes."""
+    """Parses a TOML value; other text is a string, so that strings need no quotes."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
@@ -144,7 +144,7 @@ def _parse_value(text: str) -> Any:
 
 
 def _explain(error: ValidationError, kind: type[BaseModel]) -> ConfigError:
-    """The first problem of a validation of a `kind`, with a suggestion where a name is nearly right."""
+    """A ConfigError for the first problem of a validation, with a suggestion for a mistyped name."""
     problem = error.errors()[0]
     field = ".".join(str(part) for part in problem["loc"])
     if problem["type"] == "extra_forbidden":
@@ -158,7 +158,7 @@ def _explain(error: ValidationError, kind: type[BaseModel]) -> ConfigError:
 
 
 def _default(kind: type[BaseModel], place: tuple[int | str, ...]) -> str | None:
-    """What stands at a place, or holds it, by default; None for a whole section."""
+    """A fix that names the default of the field at `place`, or of the field around it; None for a section."""
     try:
         node: Any = kind().model_dump(mode="json")
     except ValidationError:  # it has fields that must be given

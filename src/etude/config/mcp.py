@@ -1,4 +1,4 @@
-"""MCP servers whose tools the agent is offered."""
+"""MCP servers that provide tools to the agent."""
 
 from __future__ import annotations
 
@@ -14,28 +14,27 @@ SERVER_NAME = re.compile(r"[a-z][a-z0-9_]*")
 
 
 class McpConfig(Section):
-    """One MCP server. Its tools are called NAME_tool, NAME being that of this section."""
+    """One MCP server. Its tools are called NAME_tool, where NAME is that of this section."""
 
     command: str = ""
     """Program with its arguments, which speaks MCP over standard input and output. It is started for each
     session, before the agent's first calls run, and ended with it."""
     url: str = ""
-    """Address of a server that runs already and speaks MCP over streamable HTTP, in place of `command`. It is
-    connected to from where sessions are run, and shared by all of them."""
+    """Address of a running server that speaks MCP over streamable HTTP, instead of `command`. The processes
+    that run sessions connect to it; all sessions share it."""
     where: Literal["sandbox", "host"] = "sandbox"
-    """Where `command` is started. `sandbox`: among the agent's files, with the sandbox's programs and
-    network, and within the agent's reach. `host`: outside of the sandbox, with your rights; it sees none of
-    the agent's files."""
+    """Where `command` is started. `sandbox`: with the agent's files and the sandbox's programs and network,
+    accessible to the agent. `host`: outside of the sandbox, with your rights, without the agent's files."""
     env: dict[str, str] = Field(default_factory=dict)
-    """Variables that `command` gets beside harmless ones. `env:NAME` as a value stands for the variable NAME
-    of the process that starts it. What a server in the sandbox gets, the agent can read."""
+    """Environment variables of `command`, in addition to harmless ones. The value `env:NAME` is replaced by
+    the variable NAME of the process that starts it. The agent can read those of a server in the sandbox."""
     tools: tuple[str, ...] = ()
-    """Tools to offer, as the server names them; empty: all."""
+    """Tools that the agent is offered, by the server's names; empty: all."""
     trusted: bool = False
-    """Whether the server is believed when it says that a tool only reads: its calls may then run beside
-    others, and again after a failure."""
+    """Whether to trust the server's annotation that a tool only reads: its calls may then run in parallel,
+    and again after a failure."""
     described: str = ""
-    """The tools as the server described them when the run began, as JSON. A run fills it in: the model is
+    """The server's description of its tools when the run started, as JSON. A run fills it in: the model is
     shown these tools, and a session whose server offers others fails."""
 
     @model_validator(mode="after")
@@ -55,5 +54,5 @@ class McpConfig(Section):
 
     @property
     def is_in_sandbox(self) -> bool:
-        """Whether it runs among the agent's files."""
+        """Whether it runs in the sandbox, with the agent's files."""
         return self.where == "sandbox" and not self.url

@@ -68,7 +68,7 @@ class ModelConfig(Section):
     v_head_dim: int = Field(default=32, ge=1)
     """`deepseek_v3`: width of one head's value."""
     n_shared_experts: int = Field(default=1, ge=0)
-    """`deepseek_v3`: experts that see every token, beside the routed ones."""
+    """`deepseek_v3`: experts that process every token, in addition to the routed ones."""
     n_group: int = Field(default=1, ge=1)
     """`deepseek_v3`: groups of experts; divides `num_experts`."""
     topk_group: int = Field(default=1, ge=1)
@@ -80,16 +80,16 @@ class ModelConfig(Section):
     rope_interleave: bool = True
     """`deepseek_v3`: whether a Hugging Face checkpoint holds rotary rows in pairs, not halves."""
     rope_scaling: Literal["yarn", "llama3", "linear"] = "yarn"
-    """How positions are stretched, where `rope_factor` is above 1: dimensions that turn often are kept in
-    `yarn` and, by another ramp, in `llama3` (Llama 3.1 to 3.3); `linear` stretches all."""
+    """How positions are scaled if `rope_factor` is above 1: `yarn`, and `llama3` (Llama 3.1 to 3.3) with
+    another ramp, leave dimensions with many turns unchanged; `linear` scales all."""
     rope_factor: float = Field(default=1.0, ge=1)
-    """Factor by which positions are stretched; 1: not at all, and the fields below are ignored."""
+    """Factor by which positions are scaled; 1: not at all, and the fields below are ignored."""
     rope_original_positions: int = Field(default=4096, ge=1)
-    """Longest sequence before the stretching."""
+    """Longest sequence before the scaling."""
     rope_fast_turns: float = Field(default=32.0, gt=0)
-    """Dimensions that turn more often within the original length keep their frequency."""
+    """Dimensions with more turns than this within the original length keep their frequency."""
     rope_slow_turns: float = Field(default=1.0, gt=0)
-    """Dimensions that turn less often within the original length are stretched in full."""
+    """Dimensions with fewer turns than this within the original length are scaled fully."""
     yarn_mscale: float = Field(default=0.0, ge=0)
     """With `yarn_mscale_all_dim`, weight of the factor's logarithm on rotary parts; 0: not given."""
     yarn_mscale_all_dim: float = Field(default=0.0, ge=0)
@@ -97,7 +97,7 @@ class ModelConfig(Section):
     yarn_attention_factor: float = Field(default=0.0, ge=0)
     """Factor on the rotary tables; 0: derived from `rope_factor` and the two before."""
     yarn_truncate: bool = True
-    """Whether the bounds between kept and stretched dimensions are whole numbers."""
+    """Whether the bounds between unchanged and scaled dimensions are whole numbers."""
 
     @property
     def is_latent(self) -> bool:
@@ -116,18 +116,18 @@ class ModelConfig(Section):
 
     @property
     def num_moe_layers(self) -> int:
-        """Layers that route: the second dimension of recorded routes."""
+        """Number of layers that route: the second dimension of recorded routes."""
         dense = {"qwen3_moe": 0, "deepseek_v3": self.first_k_dense_replace}
         return self.num_layers - dense.get(self.architecture, self.num_layers)
 
     @property
     def routes_per_token(self) -> int:
-        """The third dimension of recorded routes: 0 where no layer routes."""
+        """The third dimension of recorded routes: 0 if no layer routes."""
         return self.experts_per_token if self.num_moe_layers else 0
 
     @property
     def route_dtype(self) -> Literal["uint8", "uint16"]:
-        """Type of a recorded route. Its largest value says that nothing was recorded."""
+        """Type of a recorded route. Its largest value marks a route that was not recorded."""
         return "uint8" if self.num_experts <= 255 or not self.num_moe_layers else "uint16"
 
     @property
@@ -137,12 +137,12 @@ class ModelConfig(Section):
 
     @property
     def key_dim(self) -> int:
-        """Width of one cached key, and of one query as attention sees it."""
+        """Width of one cached key, and of one query in attention."""
         return self.kv_lora_rank + self.qk_rope_head_dim if self.is_latent else self.head_dim
 
     @property
     def value_dim(self) -> int:
-        """Width of one cached value, and of one head of what attention returns."""
+        """Width of one cached value, and of one head of attention's output."""
         return self.kv_lora_rank if self.is_latent else self.head_dim
 
     @property
@@ -152,7 +152,7 @@ class ModelConfig(Section):
 
     @property
     def rope_dim(self) -> int:
-        """Width of what is rotated."""
+        """Width of the rotary part of a head."""
         return self.qk_rope_head_dim if self.is_latent else self.head_dim
 
     @model_validator(mode="after")

@@ -1,4 +1,4 @@
-"""Monitors of behaviour: when to say that the agent works in another way than it did."""
+"""Monitors of behaviour: alarms when the agent's way of working changes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class MonitorConfig(Section):
     """
 
     enabled: bool = True
-    """Whether figures are watched."""
+    """Whether figures are monitored."""
     baseline_steps: int = Field(default=20, ge=2)
     """Number of steps that recent ones are compared with. There is no alarm before as many steps have
     passed."""

@@ -13,7 +13,7 @@ class OptimizerConfig(Section):
     """The optimiser: AdamW, or Muon for the weight matrices and AdamW for the rest, with one schedule."""
 
     matrix_optimizer: Literal["adamw", "muon"] = "adamw"
-    """Which rule updates the weight matrices of the blocks."""
+    """Algorithm that updates the weight matrices of the blocks."""
     matrix_learning_rate: float = Field(default=0.02, gt=0, le=1)
     """Peak learning rate of Muon; unused with AdamW."""
     learning_rate: float = Field(default=5e-4, ge=0, le=1)

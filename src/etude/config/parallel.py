@@ -1,4 +1,4 @@
-"""How many processes train one model, and what they divide among them."""
+"""The mesh of processes that train one model."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class ParallelConfig(Section):
 
     @property
     def replicate(self) -> int:
-        """Copies of the whole arrangement: what the other sizes leave of `ranks`."""
+        """Number of replicas of the mesh: `ranks` divided by the other sizes."""
         return self.ranks // (self.fsdp * self.expert * self.context * self.tensor)
 
     @model_validator(mode="after")

@@ -1,4 +1,4 @@
-"""The gate between trainer and engine."""
+"""The parity gate between trainer and engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `etude plan` supposes: the machine, and the sessions that it has not seen yet."""
+"""Assumptions of `etude plan` about the machine and about sessions."""
 
 from __future__ import annotations
 
@@ -68,5 +68,5 @@ class PlanConfig(Section):
 
     @property
     def session_tokens(self) -> float:
-        """Of a whole session."""
+        """Tokens of a whole session."""
         return self.prompt_tokens + self.sampled_tokens + self.observation_tokens

@@ -1,4 +1,4 @@
-"""Next-token training: what it has in common everywhere, continued pre-training, and SFT."""
+"""Next-token training: common settings, continued pre-training, and SFT."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class NextTokenConfig(Section):
     """Tokens per optimiser step, observations included."""
     micro_batch_tokens: int = Field(default=0, ge=0)
     """Largest number of tokens that are computed at once, which bounds memory; 0: the whole step. Three
-    quarters of what all sequences begin with count once. On a CPU a step is cut further, into micro-batches
-    of about 768 tokens for threads to share."""
+    quarters of a prefix of all sequences count once. On a CPU a step is split further, into micro-batches of
+    about 768 tokens that are divided among threads."""
     products: Literal["float32", "bfloat16"] = "float32"
     """Number format in which float32 numbers are multiplied. `bfloat16`: factors are rounded, sums are not,
-    where the processor has instructions for it (tried with AMX)."""
+    if the processor has instructions for it (tested with AMX)."""
     balance_weight: float = Field(default=0.01, ge=0)
     """Weight of the router's load-balancing loss."""
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -38,7 +38,7 @@ class MixtureSourceConfig(Section):
     """Settings of every source of a mixture."""
 
     path: str
-    """Where it lies."""
+    """Path of the source."""
     weight: float = Field(default=1.0, ge=0)
     """Share of the trained tokens, relative to the other sources."""
     max_epochs: int = Field(default=0, ge=0)
@@ -70,7 +70,7 @@ class StageConfig(Section):
     window: int = Field(ge=16)
     """Context window of the model from this step on, in tokens."""
     rope: Literal["yarn", "base", "keep"] = "yarn"
-    """How positions are extended. `yarn`: stretched by the ratio of the windows (Peng et al. 2023). `base`:
+    """How positions are extended. `yarn`: scaled by the ratio of the windows (Peng et al. 2023). `base`:
     the rotary embedding gets the base `rope_theta`. `keep`: not at all."""
     rope_theta: float = Field(default=0.0, ge=0)
     """With `base`: the new base. 0: raised so that the slowest dimension turns as far in the new window as it
@@ -95,7 +95,7 @@ class MixtureConfig(NextTokenConfig):
     heldout_every_steps: int = Field(default=100, ge=0)
     """Steps between measurements of the held-out loss; 0: only before the first and after the last."""
     heldout_tokens: int = Field(default=16_384, ge=64)
-    """Most held-out tokens per source."""
+    """Largest number of held-out tokens per source."""
     pool_tokens: int = Field(default=32_768, ge=0)
     """Tokens drawn ahead, from which steps are filled so that little room is wasted."""
     drafts: DraftsConfig = DraftsConfig()
@@ -158,7 +158,7 @@ class SftConfig(MixtureConfig):
 
 
 def check_weights(sources: Mapping[str, MixtureSourceConfig]) -> None:
-    """Raises ValueError for names that are no TOML keys, and sources none of which has a weight."""
+    """Raises ValueError for names that are no TOML keys, and if no source has a weight above 0."""
     check_names("sources", sources)
     if sources and not any(source.weight for source in sources.values()):
         raise ValueError("sources: at least one needs a weight above 0")

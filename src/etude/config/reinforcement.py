@@ -12,17 +12,17 @@ from etude.config.reward import RewardConfig
 
 
 class AdapterConfig(Section):
-    """Low-rank adaptation (LoRA): the weights stay, a product of two thin matrices is trained for each."""
+    """Low-rank adaptation (LoRA): weights are frozen; a product of two thin matrices is trained for each."""
 
     rank: int = Field(default=0, ge=0)
     """Inner width of the two matrices; 0: no adapters, all weights are trained."""
     alpha: float = Field(default=32.0, gt=0)
     """The product is multiplied by alpha / rank before it is added to the weight."""
     targets: tuple[str, ...] = Field(default=("attention", "feed_forward"), min_length=1)
-    """Which weights. `attention`, `feed_forward` (dense and expert matrices, never routers), or the names of
-    single ones, such as `qkv`, `q_proj` or `down`."""
+    """Weights that are adapted: `attention`, `feed_forward` (dense and expert matrices, never routers), or
+    names of single ones, such as `qkv`, `q_proj` or `down`."""
     seed: int = Field(default=0, ge=0)
-    """Seed of the matrices that do not begin at zero."""
+    """Seed of the matrices that are not initialised with zeros."""
 
 
 ForkTurn = Literal["random", "entropy", "first_edit"]
@@ -35,7 +35,7 @@ class ForkConfig(Section):
     """Share of the groups whose first session is forked after it has ended; 0: none. A fork makes a group of
     its own, which counts towards `rl.groups_per_step`."""
     size: int = Field(default=4, ge=2)
-    """Siblings: sessions that go on from the forked state, compared with each other."""
+    """Number of siblings: sessions that continue from the forked state and are compared with each other."""
     turn: ForkTurn = "entropy"
     """Message from which siblings continue, never a session's first. `random`: any. `entropy`: the one whose
     tokens were least likely on average. `first_edit`: the first one that changed a file."""
@@ -63,9 +63,9 @@ class CorrectionConfig(Section):
     token_high: float = Field(default=0.0, ge=0)
     """Tokens whose ratio is above this are masked (IcePop). Usual: 5."""
     sequence_low: float = Field(default=0.0, ge=0, lt=1)
-    """Sequences are masked whose geometric mean ratio over their tokens is below this. Usual: 0.99."""
+    """Sequences with a geometric mean ratio over their tokens below this are masked. Usual: 0.99."""
     sequence_high: float = Field(default=0.0, ge=0)
-    """Sequences are masked whose geometric mean ratio is above this. Usual: 1.01."""
+    """Sequences with a geometric mean ratio above this are masked. Usual: 1.01."""
 
     @property
     def enabled(self) -> bool:
@@ -98,15 +98,14 @@ class LossConfig(Section):
     gspo_clip_high: float = Field(default=4e-4, gt=0)
     """`gspo`: the highest ratio of a sequence is 1 plus this."""
     normalizer: Normalizer = "group_constant"
-    """What the summed loss is divided by. `group_constant`: trajectories of the update times
-    `constant_tokens`. `tokens`: trained tokens of the update. `sequences`: own
-    tokens, then the mean over trajectories. A trajectory of many segments weighs what one sequence of its
-    tokens would."""
+    """Divisor of the summed loss. `group_constant`: trajectories of the update times `constant_tokens`.
+    `tokens`: trained tokens of the update. `sequences`: the trajectory's own tokens, then the mean over
+    trajectories. A trajectory of many segments has the weight of one sequence of its tokens."""
     constant_tokens: int = Field(default=256, ge=1)
-    """Tokens that a trajectory counts for under `group_constant`."""
+    """Number of tokens that each trajectory counts as under `group_constant`."""
     kl: Literal["k1", "k2", "k3"] = "k3"
-    """How the divergence from the policy at the start of RL is penalised, beside the policy's loss: clips and
-    masks do not apply. See docs/algorithms.md."""
+    """Estimator of the divergence from the policy at the start of RL, which is added to the policy's loss;
+    clips and masks do not apply to it. See docs/algorithms.md."""
     kl_weight: float = Field(default=0.0, ge=0)
     """Weight of that divergence. 0: no penalty, and no reference policy is kept."""
     balance_weight: float = Field(default=0.0, ge=0)
@@ -116,7 +115,7 @@ class LossConfig(Section):
 
     @property
     def needs_proximal(self) -> bool:
-        """Whether the loss asks for the trainer's own log-probabilities at the step's start."""
+        """Whether the loss uses the trainer's own log-probabilities at the step's start."""
         return self.kind == "decoupled" or self.correction.enabled
 
 
@@ -147,7 +146,7 @@ class StreamConfig(Section):
 
 
 class CurriculumConfig(Section):
-    """Which of the next tasks are used, and in which order."""
+    """Selection and order of the next tasks."""
 
     epochs: int = Field(default=0, ge=0)
     """Number of times that each task of a finite set (`tasks.family = "directory"`) is used. Training ends
@@ -180,19 +179,19 @@ class RlConfig(Section):
     num_steps: int = Field(default=100, ge=0)
     """Number of RL steps; each publishes one policy version."""
     groups_per_step: int = Field(default=12, ge=1)
-    """Groups whose verdicts differ that one step trains on. Those that were solved, or failed, as a whole and
-    still teach something come on top."""
+    """Number of groups with differing verdicts that one step trains on. Groups that were solved, or failed,
+    as a whole but have a learning signal are used in addition."""
     group_size: int = Field(default=8, ge=2)
     """Trajectories per group."""
     min_graded: int = Field(default=2, ge=2)
-    """Groups with fewer graded members than this are dropped: infrastructure failures took the others, and a
-    baseline of few says little."""
+    """Groups with fewer graded members than this are dropped: the others had infrastructure failures, and a
+    baseline of few members is unreliable."""
     updates_per_step: int = Field(default=2, ge=1)
     """Number of optimiser updates per step, each on its share of the groups."""
     micro_batch_tokens: int = Field(default=8_192, ge=1)
-    """Largest number of tokens in one forward pass, unless a single sequence is longer. Three quarters of
-    what all sequences begin with count once. It decides memory and speed, and changes the update by rounding
-    alone."""
+    """Largest number of tokens in one forward pass, unless a single sequence is longer. Three quarters of a
+    prefix of all sequences count once. It determines memory and speed, and changes the update only by
+    rounding."""
     refill_below: float = Field(default=0.67, ge=0, le=1)
     """Groups without variance are replaced in another round if fewer than this share of `groups_per_step` is
     left. A round takes as long as its longest session, however few groups it has."""
@@ -262,7 +261,7 @@ class RlConfig(Section):
 
     @property
     def validation_sessions(self) -> float:
-        """On validation tasks for each step, where the family has such tasks."""
+        """Sessions on validation tasks per step, if the family has such tasks."""
         price = self.reward.price
         looks = bool(price.validate_every) and not self.max_staleness
         return price.validation_tasks / price.validate_every if looks else 0.0

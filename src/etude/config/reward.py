@@ -1,4 +1,4 @@
-"""What a trajectory earns: the verdict of its hidden tests, less what it left undone or spent."""
+"""The reward of a trajectory: the verdict of its hidden tests, minus penalties."""
 
 from __future__ import annotations
 
@@ -32,30 +32,31 @@ class LengthConfig(Section):
     call: float = Field(default=20.0, ge=0)
     """Weight of one tool call in addition to its tokens."""
     parallel_share: float = Field(default=0.25, ge=0, le=1)
-    """Weight of a call that is made beside another in the same turn, as a share of `call`."""
+    """Weight of each further call in the same turn, as a share of `call`."""
     turn: float = Field(default=50.0, ge=0)
     """Weight of one turn."""
 
 
 class PriceConfig(Section):
-    """When the price of solved sessions gives way to solving: its weight begins at 1, and halves where fewer
-    tasks of the split `validation` are solved at a lower price. Only where rollouts and training take turns
-    (`rl.max_staleness = 0`) and the family has that split; elsewhere the weight stays 1."""
+    """Adaptation of the weight of the price of solved sessions: it starts at 1, and is halved if fewer tasks
+    of the split `validation` are solved at a lower price. Applies if rollouts and training alternate
+    (`rl.max_staleness = 0`) and the family has that split; otherwise the weight stays 1."""
 
     validate_every: int = Field(default=20, ge=0)
-    """RL steps between two looks at validation tasks, played greedily; 0: none."""
+    """RL steps between validations, whose tasks are played greedily; 0: none."""
     validation_tasks: int = Field(default=100, ge=1)
-    """Tasks that are played each time, always the same."""
+    """Number of tasks of each validation, always the same ones."""
     max_fall: float = Field(default=0.01, ge=0, lt=1)
-    """How far the share of solved ones may fall while the price falls."""
+    """Largest decrease in solved tasks, as a share, that does not halve the weight while the price falls."""
 
 
 class RewardConfig(Section):
-    """What a trajectory earns. Penalties are taken off. They count among solved sessions only, so that giving
-    up never pays; of a failed session malformed calls cost their own tokens. See docs/algorithms.md."""
+    """The reward of a trajectory. Penalties are subtracted from it. They apply among solved sessions only, so
+    that giving up never pays; in a failed session, malformed calls penalise their own tokens. See
+    docs/algorithms.md."""
 
     partial_weight: float = Field(default=0.0, ge=0, lt=1)
-    """Reward of a session that fails: this times the share of hidden tests that pass. 0: all or nothing."""
+    """Reward of a failed session: this times the share of hidden tests that pass. 0: all or nothing."""
     malformed_penalty: float = Field(default=0.05, ge=0)
     """Penalty for each malformed call."""
     malformed_at_most: int = Field(default=4, ge=0)
@@ -89,19 +90,19 @@ class RewardConfig(Section):
     length: LengthConfig = LengthConfig()
     """Length."""
     price: PriceConfig = PriceConfig()
-    """How long the price of solved sessions keeps its weight."""
+    """Adaptation of the weight of the price of solved sessions."""
     custom: dict[str, float] = Field(default_factory=dict)
     """Your own terms: `"package.module:function" = weight`. The function takes an
     `etude.environment.rewards.Evidence` and returns a finite number."""
 
     @property
     def most_price(self) -> float:
-        """What the price of a solved session stays below: half of the way to the best failed one."""
+        """Upper bound of a solved session's price: half of the distance to the best failed session."""
         return (1.0 - self.partial_weight) / 2
 
     @property
     def reviews_changes(self) -> bool:
-        """Whether the agent's changes are looked at beside being tested."""
+        """Whether the agent's changes are reviewed in addition to being tested."""
         return self.lint_penalty > 0 or self.style_penalty > 0
 
     @field_validator("custom")

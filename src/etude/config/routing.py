@@ -1,4 +1,4 @@
-"""The router over inference replicas: `etude route --config FILE`. A file of its own, apart from a run's."""
+"""Configuration of the router over inference replicas, in a file of its own: `etude route --config FILE`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class LendingWindowConfig(Section):
     lender: Name
     """Pool whose replicas are lent."""
     borrower: Name
-    """Pool that they serve meanwhile."""
+    """Pool that they serve while they are lent."""
     count: int = Field(ge=1)
     """Number of replicas."""
     start: str
@@ -68,7 +68,7 @@ class LendingLoadConfig(Section):
     lender: Name
     """Pool whose replicas are lent."""
     borrower: Name
-    """Pool that they serve meanwhile."""
+    """Pool that they serve while they are lent."""
     busy_tokens: float = Field(gt=0)
     """Load above which a pool is busy."""
     idle_tokens: float = Field(ge=0)

@@ -1,4 +1,4 @@
-"""The whole configuration of a run."""
+"""The complete configuration of a run."""
 
 from __future__ import annotations
 
@@ -35,33 +35,33 @@ SEARCHING = ("words", "meaning")
 
 
 class AgentConfig(Section):
-    """How the agent is spoken to, and the limits of one session. Training, evaluation and `etude agent` take
-    both from here."""
+    """The agent's prompt format and tools, and the limits of one session, for training, evaluation and `etude
+    agent`."""
 
     template: TemplateName = "auto"
-    """Frame of a conversation. `auto`: Étude's own where the tokenizer has its control tokens, else the one
-    that the model's chat template describes; without a chat template ChatML, if the tokenizer has its tokens.
-    `model`: that of the chat template, whatever the tokenizer has. `plain`: words open messages, and the
-    token that ends texts ends them; for models whose own template no frame describes, which learn it by
-    fine-tuning. The others by name."""
+    """Format of a conversation. `auto`: Étude's own if the tokenizer has its control tokens, otherwise that
+    of the model's chat template; without a chat template ChatML, if the tokenizer has its tokens. `model`:
+    that of the chat template, whatever the tokenizer has. `plain`: messages begin with words and end with the
+    end-of-text token; for models whose own template is not supported, which learn it by fine-tuning. The
+    others by name."""
     grammar: GrammarName = "auto"
-    """How calls are written. `xml`: as tags. `hermes`: as JSON between `<tool_call>` tags, as Hermes and Qwen
-    models write them. `auto`: `xml` in Étude's own frame; else as the model's chat template writes them, if
-    it announces tools and the form is known, or `hermes`."""
+    """Format of tool calls. `xml`: as tags. `hermes`: as JSON between `<tool_call>` tags, as in Hermes and
+    Qwen models. `auto`: `xml` with Étude's own template; otherwise that of the model's chat template, if it
+    lists tools in a known format, or `hermes`."""
     tools: str = "auto"
-    """Tools that the agent is offered: `core`, `full`, or names with commas between them, such as
-    `read_file,grep,finish`. `auto`: `core` for models with Étude's own frame and tags, else `full`. To a set
-    `semantic_search` belongs where `index` answers it."""
+    """Tools that the agent is offered: `core`, `full`, or names separated by commas, such as
+    `read_file,grep,finish`. `auto`: `core` for models with Étude's own template and tags, otherwise `full`.
+    The sets include `semantic_search` if `index` supports it."""
     system: str = "auto"
-    """Words at the start of the system message, which then tells the tools. `auto`: how to work, for models
-    of others; for those with Étude's own frame, which learn their tools by training, no system message."""
+    """Text at the start of the system message, which then lists the tools. `auto`: instructions on how to
+    work; no system message for models with Étude's own template, which learn their tools by training."""
     index: IndexName = "none"
     """Index of the code that the agent works on; it follows the agent's edits. `none`: the sandbox searches
-    by itself. `grep`: `grep` searches an index. `words`: there is the tool `semantic_search` as well, which
-    compares the words of names and lines. `meaning`: it compares embeddings too, by all-MiniLM-L6-v2.
-    Where `tools` names `semantic_search`, `words` is the default."""
+    the files. `grep`: `grep` uses an index. `words`: the tool `semantic_search` is added, which compares the
+    words of names and lines. `meaning`: it also compares embeddings by all-MiniLM-L6-v2. If `tools` names
+    `semantic_search`, `words` is the default."""
     mcp: dict[str, McpConfig] = Field(default_factory=dict)
-    """MCP servers whose tools the agent is offered, by the name that stands before each tool's."""
+    """MCP servers whose tools the agent is offered, by the prefix of the tools' names."""
     max_turns: int = Field(default=10, ge=1)
     """Largest number of messages that the agent may write."""
     max_calls_per_turn: int = Field(default=4, ge=1)
@@ -93,7 +93,7 @@ class AgentConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _index_for_search(cls, values: object) -> object:
-        """Names of tools were enough for `semantic_search` before there was a key `index`."""
+        """Compatibility with older configurations, which had no key `index` and named `semantic_search`."""
         given = cast(dict[str, object], values)
         if isinstance(values, dict) and "index" not in given and "semantic_search" in str(given.get("tools")):
             return {**given, "index": "words"}
@@ -109,9 +109,9 @@ class AgentConfig(Section):
 
 
 QUICKSTART_FAMILY = "etude_quickstart.bug_fixes:BugFixes"
-"""The family of tasks of `make train`: a plug-in as any other, which comes with Étude."""
+"""The task family of `make train`: a plug-in like any other, shipped with Étude."""
 _FAMILIES = {"bug_fixes": QUICKSTART_FAMILY, "trails": "etude_quickstart.trail_family:Trails"}
-"""Short names."""
+"""Task families by their short names."""
 _OWN_TOOLS = "a foreign agent has its own tools; leave it out, and set the agent up for them in its command"
 _NEAR = "its endpoint is in the run's own process, and so must its sandboxes be"
 _IMPORTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
@@ -121,8 +121,8 @@ class TasksConfig(Section):
     """Tasks on which the agent is trained and evaluated."""
 
     family: str = QUICKSTART_FAMILY
-    """`MODULE:FUNCTION`: a family of tasks, which Python imports from the current directory or wherever it is
-    installed, such as one of your own. `bug_fixes` and `trails` are short names for the quickstart's: small
+    """`MODULE:FUNCTION`: a family of tasks, which is imported from the current directory or an installed
+    package, such as one of your own. `bug_fixes` and `trails` are short names for the quickstart's: small
     repositories with a planted bug, and chains of files that refer to each other, more than fit into a
     context, with a key to remember. `directory`: tasks in a directory, which are repeated in each epoch;
     mid-training, if there is any, uses the corpus of `bug_fixes`. See docs/tasks.md."""
@@ -135,25 +135,26 @@ class TasksConfig(Section):
     `difficulty = "easy"`."""
     observed_share: float = Field(default=0.0, ge=0, le=1)
     """With `bug_fixes`: share of reinforcement learning's tasks that are `observed`, whose rule only a test
-    run tells. Above 0 the run is also evaluated on them. See docs/bug-fixes.md."""
+    run reveals. Above 0 the run is also evaluated on them. See docs/bug-fixes.md."""
     composed_share: float = Field(default=0.0, ge=0, le=1)
     """The same for `composed` tasks: two bugs at once, each in a file of its own, of pairs of kinds that
     evaluation does not have."""
     check: Literal["leave_out", "stop"] = "leave_out"
-    """What becomes of tasks in `directory` whose reference solution does not earn 1, in which doing nothing
-    does not earn 0, or whose image cannot be had: they are left out by name, or the run does not start. What
-    passed is not checked again until it changes. See docs/tasks.md."""
+    """Treatment of tasks in `directory` whose reference solution does not earn 1, in which doing nothing does
+    not earn 0, or whose image is not available. `leave_out`: they are listed and not used. `stop`: the run
+    does not start. A task that passed is not checked again until it changes. See docs/tasks.md."""
     require_solution: bool = True
-    """Whether tasks in `directory` without a reference solution are left out. If not, all that is tried of
-    them is that doing nothing earns 0: nothing shows that they can be solved."""
+    """Whether tasks in `directory` without a reference solution are left out. Otherwise they are only checked
+    for doing nothing to earn 0, which does not show that they can be solved."""
     public_hosts: tuple[str, ...] = ()
-    """What tasks of a public network reach, as `host:port` or `*.domain:port`; empty: nothing."""
+    """Hosts that tasks with a public network may reach, as `host:port` or `*.domain:port`; empty: none."""
     host_env: tuple[str, ...] = ()
-    """Variables of this process that tasks in `directory` may read as `${NAME}`. A task that names another
-    one that is set is left out."""
+    """Environment variables of this process that tasks in `directory` may read as `${NAME}`. A task that
+    names another one that is set is left out."""
     heldout_directory: str = ""
-    """Directory with the tasks for evaluation. Empty: those of `directory` whose metadata say `split =
-    "heldout"`, as made tasks do; where none does, `heldout_share` of them. They are then not trained on."""
+    """Directory with the tasks for evaluation. Empty: those of `directory` with `split = "heldout"` in their
+    metadata, as `etude tasks make` writes; if there are none, `heldout_share` of them. They are not trained
+    on."""
     heldout_share: float = Field(default=0.2, gt=0, lt=1)
     """Share of the tasks in `directory` that is held out, at least one. The choice depends only on the ids of
     the tasks."""
@@ -168,17 +169,17 @@ class TasksConfig(Section):
     """Share of the scripted author's sessions in mid-training whose summaries keep the key."""
     trail_key_weight: float = Field(default=4.0, ge=0)
     """Loss weight of summaries and of the answer in mid-training, relative to the agent's other messages: a
-    key is copied once where names of files are copied twenty times."""
+    key is copied once for every twenty copies of names of files."""
 
     @property
     def has_shipped_family(self) -> bool:
-        """Whether what mid-training reads comes with Étude."""
+        """Whether Étude ships the corpus of mid-training for this family."""
         return self.family in ("directory", *_FAMILIES.values())
 
     @field_validator("family")
     @classmethod
     def _with_its_module(cls, name: str) -> str:
-        """A short name written out."""
+        """Replaces a short name by MODULE:FUNCTION."""
         if name in _FAMILIES or name == "directory" or _IMPORTED.fullmatch(name):
             return _FAMILIES.get(name, name)
         raise ValueError(f"must be {', '.join(_FAMILIES)}, directory or MODULE:FUNCTION, received {name!r}")
@@ -211,8 +212,7 @@ class EvaluationConfig(Section):
     num_family_tasks: int = Field(default=96, ge=1)
     """Number of tasks of families that are never trained on, before and after. At most `num_tasks`."""
     num_samples: int = Field(default=8, ge=1)
-    """Number of sessions at temperature 1 of each repeated task, for the share that one of them solves
-    (pass@k)."""
+    """Number of sessions at temperature 1 of each repeated task, from which pass@k is estimated."""
     num_repeated_tasks: int = Field(default=48, ge=1)
     """Number of held-out tasks that are played `num_samples` times, before and after. These are the first of
     `num_tasks`."""
@@ -245,8 +245,8 @@ class RunConfig(Section):
     step on a GPU; see docs/planning.md. Requires `executor = "local"`, one rank and `rl.max_staleness =
     0`."""
     num_threads: int = Field(default=0, ge=0)
-    """Number of compute threads of training, which changes no bit of the result. 0: each stage measures on
-    its first steps which number is fastest, and says so; again when it is resumed."""
+    """Number of compute threads of training, which changes no bit of the result. 0: each stage measures in
+    its first steps which number is fastest, and prints it; again when it is resumed."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device for training and sampling. `cuda`: the first GPU that CUDA reports, see docs/gpu.md. `auto`: a
     GPU if there is one with Triton, otherwise `cpu`."""
@@ -264,13 +264,13 @@ class RunConfig(Section):
     """How long a run may take, in seconds; 0: no limit, every configured step is taken. Before `etude train`
     begins to train it measures this machine and turns the limit into a plan: fewer mid-training and RL steps,
     evaluation counted in, RL with at least 40 % of the time. The plan replaces `midtrain.num_steps` and
-    `rl.num_steps` in the run's stored `config.toml`, which then has no limit: training that file takes the
+    `rl.num_steps` in the run's stored `config.toml`, which then has no limit: a run of that file takes the
     same steps. A limit too short for 40 % of the mid-training steps and one RL step is refused. Afterwards no
-    clock ends anything: on a machine that becomes slower the run takes longer, and the progress line says how
-    long. Where the run cannot be measured beforehand (a GPU, several processes, `colocated`, vLLM, borrowed
+    time limit ends the run: on a machine that becomes slower it takes longer, and the progress line shows how
+    long. If the run cannot be measured beforehand (a GPU, several processes, `colocated`, vLLM, borrowed
     replicas, other clusters, a foreign agent), and in `etude pretrain`, `etude sft` and runs on recorded
-    trajectories, a limit ends each sitting as Ctrl-C does: the state is saved, the stage is not finished,
-    `--resume` goes on."""
+    trajectories, the limit ends each invocation like Ctrl-C: the state is saved, the stage is not finished,
+    and `--resume` continues."""
     initial_checkpoint: str | None = None
     """Hugging Face directory to start from instead of mid-training. Its config.json replaces the section
     `model`. Architectures that Étude does not define train through transformers and sample through vLLM."""
@@ -303,13 +303,13 @@ class RunConfig(Section):
     monitors: MonitorConfig = MonitorConfig()
     """Alarms on drift of behaviour."""
     plan: PlanConfig = PlanConfig()
-    """What `etude plan` supposes, and whether a run that does not fit is begun."""
+    """Assumptions of `etude plan`, and whether a run that does not fit is started."""
     evaluation: EvaluationConfig = EvaluationConfig()
     """Evaluation."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """Checkpoints."""
     weights: WeightsConfig = WeightsConfig()
-    """How published weights travel to the engines."""
+    """Transport of published weights to the engines."""
     cluster: ClusterConfig = ClusterConfig()
     """The processes of `executor = "ray"`."""
     clusters: ClustersConfig = ClustersConfig()
@@ -378,14 +378,14 @@ class RunConfig(Section):
 
     @property
     def is_apart(self) -> bool:
-        """Whether trainer and engine work at once: over Ray in processes of their own, in threads of this one
-        where replicas are borrowed. Else they take turns."""
+        """Whether trainer and engine run concurrently: over Ray in separate processes, with borrowed replicas
+        in threads of this one. Otherwise they alternate."""
         return self.executor == "ray" or bool(self.elastic.router)
 
     def _check_summaries(self) -> None:
         agent = self.agent
         kept = agent.max_message_tokens
-        if agent.max_summaries:  # what asks for one has a token at least; sessions count its words
+        if agent.max_summaries:  # the request for one has at least one token; sessions count all of them
             kept += agent.max_summary_tokens + 1
         if agent.summary_at_tokens + kept > agent.max_tokens:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Where the agent's tools run."""
+"""Sandboxes and their servers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Secrets: a configuration names where one is, and never holds it, since it is stored with the run."""
+"""Sources of secrets. A configuration never contains secrets themselves, since it is stored with the run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pydantic import AfterValidator
 def _names_a_place(source: str) -> str:
     kind, _, name = source.partition(":")
     if source and (kind not in ("file", "env") or not name):
-        # What was given may be the secret itself, which must not be in a message.
+        # The given value may be the secret itself, which must not appear in a message.
         raise ValueError("must be file:PATH or env:NAME, where the secret is; what was given is not shown")
     return source
 

@@ -1,4 +1,4 @@
-"""How published weights travel to the engines."""
+"""Transport of published weights to the engines."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class WeightsConfig(Section):
 
     url: str = ""
     """Weight store: a directory or any URL that fsspec supports, such as `s3://bucket/run`. Empty: weights
-    are passed on within the process, and no engine elsewhere can get them."""
+    are passed within the process, and engines in other processes cannot read them."""
     read_url: str = ""
     """Address from which engines read the store, if it differs from `url`: a relay of their cluster,
     `http://HOST:PORT`."""
@@ -29,8 +29,8 @@ class WeightsConfig(Section):
     compute with rounded weights, which importance correction must compensate."""
     scratch: str = ""
     """Absolute path of a directory on a local disk for the two versions that a publisher keeps: the last one
-    and the one on its way. Empty: they stay in memory. Only with `url`; adapters are copied whole each
-    time."""
+    and the one being published. Empty: they stay in memory. Only with `url`; adapters are copied completely
+    each time."""
     snapshot_every: int = Field(default=20, ge=1)
     """Number of versions between two full snapshots, and so the longest chain of deltas that a new engine
     reads."""

@@ -1,36 +1,36 @@
-"""Every error that Étude raises on purpose.
+"""The exception hierarchy of Étude.
 
     EtudeError
-    ├── UserError                 something that the person at the keyboard can correct
+    ├── UserError                 something that the user can correct
     │   ├── ConfigError           a key, a value, a combination of values
     │   │   └── UnknownKeyError   a key that this version does not know
     │   ├── RunDirectoryError     a run directory that exists, is missing or belongs to other code
     │   ├── ResourceError         too little memory or disk, a kernel feature that is switched off
     │   ├── CheckpointError       a checkpoint that is damaged, half-written or of another architecture
     │   └── TaskError             a task directory that breaks its format
-    ├── AgentError                what the *agent* did wrong: a real outcome, it stays in the batch
+    ├── AgentError                a mistake of the *agent*: a real outcome, it stays in the batch
     │   ├── MalformedCallError    a tool call that does not parse
     │   ├── ToolArgumentError     a tool call that parses and makes no sense
     │   └── UserAbortedError      the user refused a call or gave no answer
-    └── InfrastructureError       what *we* did wrong: never a reward, retried and counted
-        ├── SandboxError          a sandbox that could not be made, died or does not answer
-        ├── SamplerError          the engine failed or no longer holds what a request names
+    └── InfrastructureError       a failure of *ours*: never a reward, retried and counted
+        ├── SandboxError          a sandbox that could not be created, died or does not answer
+        ├── SamplerError          the engine failed or no longer holds state that a request names
         │   └── PrefixMissError   the engine does not hold the named prefix: send all tokens again
         ├── PartLostError         a process that held a part of the run died or does not answer
-        ├── RankError             a rank of distributed training died, hangs or did what others did not
+        ├── RankError             a rank of distributed training died, hangs or diverged from the others
         ├── StoreError            the trajectory store or the weight store failed
         ├── WeightUpdateError     a weight update whose base, digest or shape does not fit
         ├── RouteReplayError      expert routes that were replayed twice, or not at all
         └── ParityError           trainer and engine give the same tokens other log-probabilities
 
-An error says which field is wrong, what was received and how to correct it.
+An error names the invalid field, the received value and a fix.
 """
 
 from __future__ import annotations
 
 
 class EtudeError(Exception):
-    """Base of all. `field` names what is wrong, `received` the value, `fix` what to do about it."""
+    """Base class. `field` names what is invalid, `received` is its value, `fix` how to correct it."""
 
     def __init__(
         self, message: str, *, field: str | None = None, received: object = None, fix: str | None = None
@@ -50,7 +50,7 @@ class EtudeError(Exception):
         return "; ".join(parts)
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Pickles whole, so that an error keeps its fields across processes."""
+        """Pickles all fields, so that they are kept across processes."""
         return _rebuild, (type(self), self.message, self.field, self.received, self.fix)
 
 
@@ -61,7 +61,7 @@ def _rebuild(
 
 
 class UserError(EtudeError):
-    """Something that the person at the keyboard can correct: printed without a traceback."""
+    """Something that the user can correct: printed without a traceback."""
 
 
 class ConfigError(UserError):
@@ -89,7 +89,7 @@ class TaskError(UserError):
 
 
 class AgentError(EtudeError):
-    """What the agent did wrong: an outcome, shown to the agent, kept in the batch."""
+    """A mistake of the agent: an outcome, shown to the agent, kept in the batch."""
 
 
 class MalformedCallError(AgentError):
@@ -105,11 +105,11 @@ class UserAbortedError(AgentError):
 
 
 class InfrastructureError(EtudeError):
-    """What the system did wrong: never a reward; classified, retried and counted."""
+    """A failure of the system: never a reward; classified, retried and counted."""
 
 
 class SandboxError(InfrastructureError):
-    """A sandbox could not be made, died or does not answer."""
+    """A sandbox could not be created, died or does not answer."""
 
 
 class SamplerError(InfrastructureError):

@@ -1,8 +1,7 @@
-"""Python packages that are not installed: one error, with the command that installs them.
+"""The error for Python packages that are not installed, with the command that installs them.
 
-The command names the packages themselves, within the bounds that Étude's own metadata states, and the Python
-that runs. So it is right in a checkout and in an installed wheel, whatever either is called and wherever it
-came from.
+The command names the packages, within the version bounds of Étude's own metadata, and the running Python. So
+it is correct in a checkout and in an installed wheel, whatever their name and origin.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import sys
 from etude.errors import ResourceError
 
 _PACKAGES = {"acp": "agent-client-protocol", "lance": "pylance"}
-"""Packages that are called otherwise than the module that they install."""
+"""Packages whose name differs from the module that they install, by module."""
 
 
 class MissingPackageError(ResourceError):
@@ -27,7 +26,7 @@ def missing_package(
 ) -> MissingPackageError:
     """The error for `purpose`, which needs `packages`: it names those that are not installed.
 
-    `instead`: what else would do, for the fix.
+    `instead`: an alternative, which is appended to the fix.
     """
     missing = [package for package in packages if not is_installed(package)] or packages
     message = f"{purpose} needs {' and '.join(missing)}, which this Python does not have"
@@ -35,7 +34,7 @@ def missing_package(
 
 
 def is_installed(package: str) -> bool:
-    """Whether the Python that runs has the package."""
+    """Whether the package is installed in the running Python."""
     try:
         importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -50,12 +49,12 @@ def package_of(module: str) -> str:
 
 
 def install_command(*packages: str) -> str:
-    """A shell command that installs `packages` for the Python that runs."""
+    """A shell command that installs `packages` for the running Python."""
     return shlex.join([sys.executable, "-m", "pip", "install", *map(_requirement, packages)])
 
 
 def _requirement(package: str) -> str:
-    """The package with the versions that Étude works with, as far as its metadata is here and names it."""
+    """The package with the version bounds of Étude's metadata, if that is available and has any."""
     try:
         stated = importlib.metadata.requires("etude") or []
     except importlib.metadata.PackageNotFoundError:

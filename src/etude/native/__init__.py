@@ -1,4 +1,4 @@
-"""C sources of the other layers, compiled for this processor on first use and kept."""
+"""Compiles C sources of other layers for this processor on first use, and caches the libraries."""
 
 from etude.native.compiling import compile_library, find_compiler
 

@@ -1,6 +1,6 @@
-"""Compiles C sources for the processor that runs them, once, and keeps the result.
+"""Compiles C sources for the processor of this machine, once, and caches the result.
 
-One home for every layer that has native code: the transformer's kernels and the codec of weights.
+Used by every layer with native code: the transformer's kernels and the codec of weights.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ _FLAGS = (
     "-pthread",
     "-fno-math-errno",
     "-fno-trapping-math",
-    "-ffp-contract=off",  # what is fused is said in the source: copies of a loop must not differ
+    "-ffp-contract=off",  # the sources fuse explicitly: copies of a loop must not differ
 )
 _TARGETS = ("-march=native", "-mcpu=native", None)
 _SHORTAGES = (
     *("Killed", "Terminated", "out of memory", "annot allocate memory", "Resource temporarily unavailable"),
     *("No space left", "Disk quota exceeded"),
 )
-"""What compilers say that were ended, or that lacked memory, a process or room on the disk."""
+"""Messages of compilers that were killed, or lacked memory, a process or disk space."""
 _TIMEOUT_S = 900.0
-"""Some seconds where nothing else runs."""
+"""On an idle machine a compilation takes some seconds."""
 
 
 def find_compiler() -> list[str] | None:
-    """The command of a C compiler: $CC alone where it is set, else cc, gcc or clang; None without one."""
+    """The command of a C compiler: $CC if it is set, otherwise cc, gcc or clang; None without one."""
     named = shlex.split(os.environ.get("CC", ""))
     for command in [named] if named else [[name] for name in _COMPILERS]:
         path = shutil.which(command[0])
@@ -57,11 +57,11 @@ def find_compiler() -> list[str] | None:
 def compile_library(
     directory: Path, *, field: str, fix: str, flags: Sequence[str] = (), timeout_s: float = _TIMEOUT_S
 ) -> ctypes.CDLL:
-    """The library of a directory's C sources, compiled if no cached one fits. Slow the first time: cache it.
+    """Loads the library of a directory's C sources, compiled if no cached one fits. Callers should keep it.
 
-    `field` and `fix`: what the error names, since what to do without a compiler differs by caller. `flags`:
-    the compiler's, beside those for speed. `timeout_s`: for one source; it is long, since some machines do
-    much else. Raises ResourceError without a compiler that does it.
+    `field` and `fix`: for the error, since the alternative to a compiler depends on the caller. `flags`:
+    additional compiler flags. `timeout_s`: for one source; it is long, for machines under load. Raises
+    ResourceError without a suitable compiler.
     """
     compiler = find_compiler()
     if compiler is None:
@@ -71,7 +71,7 @@ def compile_library(
     try:
         target = _cache_directory() / f"{directory.name}-{_key(compiler, every_flag, sources)}.so"
         with locked(target.parent):
-            with contextlib.suppress(OSError):  # there is none, or what is left of one
+            with contextlib.suppress(OSError):  # none is cached, or a damaged one
                 return ctypes.CDLL(str(target))
             units = [path for path in sources if path.suffix == ".c"]
             _compile([*compiler, *every_flag], units, target, timeout_s)
@@ -85,19 +85,19 @@ def compile_library(
 
 
 class _CompilerFailure(Exception):
-    """What the compiler complains of."""
+    """The compiler's error message."""
 
 
 def _compile(command: Sequence[str], sources: Sequence[Path], target: Path, timeout_s: float) -> None:
-    """Writes `target` whole or not at all."""
+    """Writes `target` atomically."""
     with tempfile.TemporaryDirectory(dir=target.parent) as directory:
         for processor in _TARGETS:
             own = [processor] if processor else []
             try:
                 _build([*command, *own], sources, Path(directory) / target.name, timeout_s)
             except _CompilerFailure:
-                # This one may not know the option. One that is too slow is not asked for code for any
-                # processor, which would then be kept.
+                # The compiler may not know the option. After a timeout, there is no fallback to code for any
+                # processor, which would then be cached.
                 if processor is None:
                     raise
             else:
@@ -106,7 +106,7 @@ def _compile(command: Sequence[str], sources: Sequence[Path], target: Path, time
 
 
 def _build(command: Sequence[str], sources: Sequence[Path], output: Path, timeout_s: float) -> None:
-    """Compiles the sources side by side, and links them."""
+    """Compiles the sources in parallel, and links them."""
     objects = [str(output.with_name(f"{source.stem}.o")) for source in sources]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         calls = [
@@ -121,7 +121,7 @@ def _build(command: Sequence[str], sources: Sequence[Path], output: Path, timeou
 
 
 def _run(command: Sequence[str], timeout_s: float) -> None:
-    """Runs the compiler. Raises _CompilerFailure if it refuses, OSError if it cannot be run to its end."""
+    """Runs the compiler. Raises _CompilerFailure if it reports an error, OSError if it does not complete."""
     english = {**os.environ, "LC_ALL": "C"}  # the language of `_SHORTAGES`
     try:
         done = subprocess.run(
@@ -133,19 +133,19 @@ def _run(command: Sequence[str], timeout_s: float) -> None:
         return
     complaint = done.stderr.strip()[-500:] or f"exit status {done.returncode}"
     if done.returncode < 0 or any(word in complaint for word in _SHORTAGES):
-        raise OSError(complaint)  # of the machine, not of what it was asked for
+        raise OSError(complaint)  # a failure of the machine, not of the source
     raise _CompilerFailure(complaint)
 
 
 def _key(compiler: Sequence[str], flags: Sequence[str], sources: Sequence[Path]) -> str:
-    """Whatever decides the machine code: sources, flags, compiler and processor."""
+    """Hash of everything that determines the machine code: sources, flags, compiler and processor."""
     version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=False).stdout
     texts = [f"{path.name}\0{path.read_text(encoding='utf-8')}" for path in sources]
     return xxh3_128_hexdigest("\0".join((*texts, *flags, *compiler, version, _processor())).encode())
 
 
 def _processor() -> str:
-    """The processor's features, as far as the system tells."""
+    """The processor's features, as far as the system reports them."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -155,7 +155,7 @@ def _processor() -> str:
 
 
 def _cache_directory() -> Path:
-    """Where compiled libraries stay: $XDG_CACHE_HOME/etude or ~/.cache/etude, else a temporary directory."""
+    """Cache of compiled libraries: $XDG_CACHE_HOME/etude or ~/.cache/etude, or a temporary directory."""
     try:
         wanted = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "etude"
         wanted.mkdir(parents=True, exist_ok=True)
