@@ -37,8 +37,8 @@ def test_each_new_checkpoint_of_a_run_is_served_and_one_of_another_model_is_not(
 
     async def looked(follower: WeightFollower) -> str:
         """What is served once the follower has looked twice."""
-        await follower.look()
-        await follower.look()
+        await follower.poll()
+        await follower.poll()
         return str(follower.engine.service.current())
 
     async def follow() -> None:
@@ -49,11 +49,11 @@ def test_each_new_checkpoint_of_a_run_is_served_and_one_of_another_model_is_not(
             assert await looked(follower) == "run@0"
             latest.parent.mkdir(parents=True)
             save_checkpoint(latest, learned, {"lineage": "taught", "step": 7})
-            await follower.look()
+            await follower.poll()
             assert str(engine.service.current()) == "run@0", "it may still be written"
             monkeypatch.setattr(engine.service, "stage", fail)
             with caplog.at_level(logging.ERROR):
-                await follower.look()
+                await follower.poll()
             assert "no such luck" in caplog.text and str(engine.service.current()) == "run@0"
             monkeypatch.undo()
             assert await looked(follower) == "taught@7", "what fails is tried again"
@@ -71,7 +71,7 @@ def test_each_new_checkpoint_of_a_run_is_served_and_one_of_another_model_is_not(
             caplog.clear()
             with caplog.at_level(logging.ERROR):
                 assert await looked(follower) == "taught@9"
-                await follower.look()
+                await follower.poll()
             assert caplog.text.count("another model") == 1, "it is reported once"
 
             save_model(learned, final)

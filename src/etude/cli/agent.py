@@ -83,7 +83,7 @@ def agent_command(
     if list_all:
         print_sessions(as_json)
         return
-    # Those of the model are read from the context. What is imported is heavier than a help text should be.
+    # The model's options are read from the context. These imports are too heavy for printing a help text.
     choice = chosen_model(context)
     mode = chosen_mode(approve, apply)
     from etude.controller.agent.approval import checked_mode
@@ -99,10 +99,12 @@ def agent_command(
         assert choice is not None
         serve(choice, mode or "ask", sandbox, max_turns, servers)
         return
-    from etude.cli.agent_loop import Work, print_failure, work
+    from etude.cli.agent_loop import AgentRequest, print_failure, run_agent
 
     try:
-        code = work(Work(path, choice, instruction, mode, resume, as_json, sandbox, max_turns, servers))
+        code = run_agent(
+            AgentRequest(path, choice, instruction, mode, resume, as_json, sandbox, max_turns, servers)
+        )
     except EtudeError as error:
         if as_json:
             print_failure(error)
@@ -112,22 +114,22 @@ def agent_command(
 
 
 def print_sessions(as_json: bool) -> None:
-    """The sessions on this machine, last used first."""
+    """Prints the sessions on this machine, last used first."""
     from etude.controller.agent.folders import list_sessions, sessions_directory
 
     metas = list_sessions(sessions_directory())
     if as_json:
         rows = [
-            {"id": one.id, "path": one.path, "title": one.title, "mode": one.mode, "created_s": one.created_s}
-            for one in metas
+            {"id": m.id, "path": m.path, "title": m.title, "mode": m.mode, "created_s": m.created_s}
+            for m in metas
         ]
         print_json(rows)
         return
     output, begun = standard_output(), "%Y-%m-%d %H:%M"
     rows = (
-        (one.id, time.strftime(begun, time.localtime(one.created_s)), shown(one.path), shown(one.title))
-        for one in metas
+        (m.id, time.strftime(begun, time.localtime(m.created_s)), shown(m.path), shown(m.title))
+        for m in metas
     )
     print_table(output.console(), ("session", "begun", "directory", "first words"), rows)
-    if output.gone:
+    if output.reader_gone:
         raise typer.Exit(EXIT_CLOSED_PIPE)

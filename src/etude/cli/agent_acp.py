@@ -1,8 +1,8 @@
-"""`etude agent --acp`: the agent behind an editor, by the Agent Client Protocol over stdin and stdout.
+"""`etude agent --acp`: the agent in an editor, by the Agent Client Protocol over stdin and stdout.
 
     editor <-- session/update, permissions, files --> [ EditorAgent ] --> one Conversation for each session
 
-Updates go out in the order of events. A prompt is answered when all of its updates have been sent.
+Updates are sent in the order of events. A prompt is answered when all of its updates have been sent.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ _OPTIONS = (
     PermissionOption(option_id="no", name="Refuse", kind="reject_once"),
 )
 _COMMANDS = [
-    AvailableCommand(name="undo", description="Take back what the agent changed upon your last words"),
-    AvailableCommand(name="apply", description="Write what a preview kept in the sandbox"),
+    AvailableCommand(name="undo", description="Undo the agent's changes since your last message"),
+    AvailableCommand(name="apply", description="Write the changes that a preview kept in the sandbox"),
 ]
 
 
@@ -115,7 +115,7 @@ async def serve_editor(
     servers: Mapping[str, McpConfig] | None = None,
 ) -> None:
     """Serves the editor at the other end of `transport` until it closes it. Raises UserError."""
-    open_people_backend(sandbox.backend)  # to say at once what keeps it from working
+    open_people_backend(sandbox.backend)  # to report a backend that does not work at once
     choice = choice.in_place() if sandbox.in_place else choice
     async with contextlib.AsyncExitStack() as stack:
         policy = await stack.enter_async_context(open_policy(choice, False, servers))
@@ -125,8 +125,8 @@ async def serve_editor(
 
 
 @dataclass(slots=True, eq=False)
-class _Open:
-    """A session of the editor's."""
+class _OpenSession:
+    """An open session of the editor."""
 
     id: str
     client: Client
@@ -142,7 +142,7 @@ class _Open:
             self.queue.put_nowait(update)
 
     async def send_all(self) -> None:
-        """Sends what is queued, in order, for ever. An editor that is gone gets nothing."""
+        """Sends queued updates, in order, until cancelled. Those for a disconnected editor are dropped."""
         while True:
             update = await self.queue.get()
             with contextlib.suppress(ConnectionError):
@@ -150,11 +150,11 @@ class _Open:
             self.queue.task_done()
 
     async def allow(self, call: ToolCall) -> Answer:
-        """Asks for a permission. An editor that cancels or is gone refuses."""
+        """Asks for permission to run a call. A cancelled request or a disconnected editor counts as no."""
         await self.queue.join()
         try:
             answer = await self.client.request_permission(
-                session_id=self.id, tool_call=self.updates.asked_about(call), options=list(_OPTIONS)
+                session_id=self.id, tool_call=self.updates.permission_request(call), options=list(_OPTIONS)
             )
         except (RequestError, ConnectionError):
             return "no"
@@ -163,11 +163,11 @@ class _Open:
         return cast(Answer, chosen) if chosen in ("once", "always") else "no"
 
     async def answer(self, question: str, options: Sequence[str] = ()) -> str:
-        """See User: the protocol has no free questions, so only those with options are put."""
+        """See User: the protocol has no free-text questions, so only those with options are asked."""
         if not options:
             raise UserAbortedError("the editor cannot ask; put the question as your last words and finish")
         await self.queue.join()
-        asked = self.updates.asked_about(ToolCall("ask_user", {"question": question}))
+        asked = self.updates.permission_request(ToolCall("ask_user", {"question": question}))
         listed = [
             PermissionOption(option_id=str(number), name=option, kind="allow_once")
             for number, option in enumerate(options)
@@ -183,7 +183,7 @@ class _Open:
 
 
 class EditorAgent:
-    """Implements the protocol library's `Agent`. Errors of ours become errors of the protocol, with a fix."""
+    """Implements the protocol library's `Agent`. EtudeErrors become protocol errors, with a fix."""
 
     def __init__(
         self,
@@ -201,23 +201,23 @@ class EditorAgent:
         self._backends: dict[tuple[Path, SandboxChoice], tuple[SandboxBackend, Surroundings]] = {}
         self._client: Client | None = None
         self._offered: ClientCapabilities | None = None
-        self._sessions: dict[str, _Open] = {}
+        self._sessions: dict[str, _OpenSession] = {}
         self._stack = contextlib.AsyncExitStack()
 
     def on_connect(self, conn: Client) -> None:
-        """The library's connection is there."""
+        """Called by the library when the connection is established."""
         self._client = conn
 
     async def close(self) -> None:
-        """Ends every session's sandbox; the sessions stay on disk."""
-        for one in self._sessions.values():
-            one.conversation.stop()
+        """Closes every session's sandbox; the sessions stay on disk."""
+        for session in self._sessions.values():
+            session.conversation.stop()
         await self._stack.aclose()
 
     async def initialize(
         self, protocol_version: int, client_capabilities: ClientCapabilities | None = None, **_: Any
     ) -> InitializeResponse:
-        """What we speak and offer."""
+        """Negotiates the protocol version and returns our capabilities."""
         self._offered = client_capabilities
         return InitializeResponse(
             protocol_version=min(protocol_version, PROTOCOL_VERSION),
@@ -231,18 +231,18 @@ class EditorAgent:
         )
 
     async def new_session(self, cwd: str, mcp_servers: Any = None, **_: Any) -> NewSessionResponse:
-        """A session on the directory `cwd`."""
+        """Creates a session on the directory `cwd`."""
         with _protocol_errors():
             disk = _directory(cwd)
             model, in_place = self._choice.to_dict(), self._sandbox.in_place
             folder = SessionFolder.create(sessions_directory(), disk.root, model, self._mode, in_place)
-            one = await self._open(folder, disk, self._mode, mcp_servers)
-        return NewSessionResponse(session_id=one.id, modes=_modes(one.conversation))
+            session = await self._open(folder, disk, self._mode, mcp_servers)
+        return NewSessionResponse(session_id=session.id, modes=_modes(session.conversation))
 
     async def load_session(
         self, cwd: str, session_id: str, mcp_servers: Any = None, **_: Any
     ) -> LoadSessionResponse:
-        """A session from disk; all its messages are sent to the editor again."""
+        """Opens a session from disk, and sends all its messages to the editor again."""
         with _protocol_errors():
             known = self._sessions.get(session_id)
             if known is None:
@@ -256,49 +256,49 @@ class EditorAgent:
         return LoadSessionResponse(modes=_modes(known.conversation))
 
     async def list_sessions(self, cwd: str | None = None, **_: Any) -> ListSessionsResponse:
-        """The sessions on disk, all of them on one page."""
+        """Lists the sessions on disk, all of them on one page."""
         metas = await asyncio.to_thread(list_sessions, sessions_directory())
         return ListSessionsResponse(
             sessions=[
                 SessionInfo(
-                    session_id=one.id,
-                    cwd=one.path,
-                    title=one.title or None,
-                    updated_at=datetime.fromtimestamp(one.created_s, UTC).isoformat(),
+                    session_id=session.id,
+                    cwd=session.path,
+                    title=session.title or None,
+                    updated_at=datetime.fromtimestamp(session.created_s, UTC).isoformat(),
                 )
-                for one in metas
-                if cwd is None or one.path == cwd
+                for session in metas
+                if cwd is None or session.path == cwd
             ]
         )
 
     async def set_session_mode(self, session_id: str, mode_id: str, **_: Any) -> SetSessionModeResponse:
-        """How calls are approved from now on."""
+        """Sets how calls are approved from now on."""
         with _protocol_errors():
             self._session(session_id).conversation.set_mode(mode_id)
         return SetSessionModeResponse()
 
     async def prompt(self, session_id: str, prompt: Sequence[Any], **_: Any) -> PromptResponse:
-        """The user's words, answered when the agent has done what it will."""
-        one = self._session(session_id)
-        if one.busy:
+        """Runs the agent on a user's message; returns when it has finished."""
+        session = self._session(session_id)
+        if session.busy:
             raise RequestError.invalid_request({"message": "the agent is at work; cancel it first"})
-        one.busy = True
+        session.busy = True
         try:
             with _protocol_errors():
-                outcome = await self._carry_out(one, words_of(prompt, one.conversation.tree.root))
-                await one.queue.join()
+                outcome = await self._carry_out(session, words_of(prompt, session.conversation.tree.root))
+                await session.queue.join()
         finally:
-            one.busy = False
+            session.busy = False
         return PromptResponse(stop_reason=cast(Any, "end_turn" if outcome is None else _stop_reason(outcome)))
 
     async def cancel(self, session_id: str, **_: Any) -> None:
         """Stops the agent in this session; unknown sessions are ignored."""
-        one = self._sessions.get(session_id)
-        if one is not None:
-            one.conversation.stop()
+        session = self._sessions.get(session_id)
+        if session is not None:
+            session.conversation.stop()
 
-    async def _carry_out(self, one: _Open, words: str) -> Outcome | None:
-        conversation = one.conversation
+    async def _carry_out(self, session: _OpenSession, words: str) -> Outcome | None:
+        conversation = session.conversation
         match words.strip():
             case "":
                 raise UserError("is empty", field="prompt")
@@ -316,14 +316,14 @@ class EditorAgent:
                     text += f"\nnot written: {path}: {why}"
             case _:
                 return await conversation.say(words)
-        one.queue.put_nowait(update_agent_message_text(text))
+        session.queue.put_nowait(update_agent_message_text(text))
         return None
 
     async def _policy_for(
-        self, one: _Open, named: Sequence[Any] | None, stack: contextlib.AsyncExitStack
+        self, session: _OpenSession, named: Sequence[Any] | None, stack: contextlib.AsyncExitStack
     ) -> Policy:
-        """The model, with the tools of the servers that the editor names for a session too. Each is asked on
-        its own; of one that cannot be used, the editor gets a message."""
+        """The policy, with the tools of the MCP servers that the editor names for a session. Each server is
+        connected separately; for one that cannot be used, the editor gets a message."""
         choice, servers = self._choice, dict(self._policy.servers)
         for server in named or ():
             try:
@@ -342,7 +342,7 @@ class EditorAgent:
                 servers = more
             except EtudeError as error:
                 text = f"[the MCP server {server.name} is not connected: {error}]\n"
-                one.queue.put_nowait(update_agent_message_text(text))
+                session.queue.put_nowait(update_agent_message_text(text))
         if servers == self._policy.servers:
             return self._policy
         opening = open_policy(choice, False, servers, self._policy.indexes)
@@ -350,46 +350,47 @@ class EditorAgent:
 
     async def _open(
         self, folder: SessionFolder, disk: DirectoryTree, mode: str, named: Sequence[Any] | None = None
-    ) -> _Open:
+    ) -> _OpenSession:
         assert self._client is not None
-        one = _Open(folder.meta.id, self._client)
+        session = _OpenSession(folder.meta.id, self._client)
         fs = self._offered.fs if self._offered else None
         sandbox = replace(self._sandbox, in_place=folder.meta.in_place)
-        # In place the tools see the disk, and so does the editor.
-        tree = disk if sandbox.in_place else EditorTree(disk, self._client, one.id, fs)
-        face = Frontend(one.emit, one.allow, one)
+        # In place, the tools and the editor both use the files on disk.
+        tree = disk if sandbox.in_place else EditorTree(disk, self._client, session.id, fs)
+         Face(=face = Frontend(= Face(session.emit, session.allow, session)
         if (disk.root, sandbox) not in self._backends:
             notes: list[str] = []
             opened = await open_surroundings(sandbox, disk.root, notes.append)
             self._backends[disk.root, sandbox] = opened
             self._stack.push_async_callback(opened[0].close)
             for text in notes:
-                one.queue.put_nowait(update_agent_message_text(f"[{text}]\n"))
+                session.queue.put_nowait(update_agent_message_text(f"[{text}]\n"))
         backend, around = self._backends[disk.root, sandbox]
-        async with contextlib.AsyncExitStack() as opened:  # a session that cannot be opened leaves nothing
-            policy = await self._policy_for(one, named, opened)
+        async with contextlib.AsyncExitStack() as opened:  # cleans up after a session that cannot be opened
+            policy = await self._policy_for(session, named, opened)
             opening = open_conversation(folder, tree, policy, backend, face, mode, around, self._max_turns)
-            one.conversation = conversation = await opened.enter_async_context(opening)
-            one.updates = Updates(disk.root, lambda: conversation.state.todos)
-            await opened.enter_async_context(_pumping(one))
+            session.conversation = conversation = await opened.enter_async_context(opening)
+            session.updates = Updates(disk.root, lambda: conversation.state.todos)
+            await opened.enter_async_context(_pumping(session))
             await self._stack.enter_async_context(opened.pop_all())
-        self._sessions[one.id] = one
+        self._sessions[session.id] = session
         commands = AvailableCommandsUpdate(
             session_update="available_commands_update", available_commands=_COMMANDS
         )
-        one.queue.put_nowait(commands)
-        return one
+        session.queue.put_nowait(commands)
+        return session
 
-    def _session(self, session_id: str) -> _Open:
-        """Raises RequestError for a session that is not open."""
-        one = self._sessions.get(session_id)
-        if one is None:
+    def _session(self, session_id: str) -> _OpenSession:
+        """An open session by its id. Raises RequestError for a session that is not open."""
+        session = self._sessions.get(session_id)
+        if session is None:
             raise RequestError.resource_not_found(session_id)
-        return one
+        return session
 
 
 def _server(named: Any) -> tuple[str, McpConfig]:
-    """A server that an editor names. Raises ConfigError for one that is no command."""
+    """Name and configuration of an MCP server that an editor names. Raises ConfigError unless it is a
+    command."""
     name = re.sub(r"[^a-z0-9]+", "_", named.name.lower()).strip("_")
     if not isinstance(named, McpServerStdio) or not named.command or not re.match("[a-z]", name):
         raise ConfigError(
@@ -403,7 +404,7 @@ def _server(named: Any) -> tuple[str, McpConfig]:
 
 
 def words_of(blocks: Sequence[Any], root: Path) -> str:
-    """A prompt's blocks as words. Raises ConfigError for pictures and sounds, which were not offered."""
+    """The text of a prompt's blocks. Raises ConfigError for images and audio, which are not supported."""
     parts: list[str] = []
     for block in blocks:
         match block.type:
@@ -421,25 +422,25 @@ def words_of(blocks: Sequence[Any], root: Path) -> str:
 
 
 def _named(uri: str, root: Path) -> str:
-    """A resource as the agent knows it: a file of the directory by its path in it."""
+    """Name of a resource for the agent: for a file of the directory, its relative path."""
     path = unquote(uri.removeprefix("file://"))
     return path.removeprefix(f"{root}/")
 
 
 @contextlib.asynccontextmanager
-async def _pumping(one: _Open) -> AsyncIterator[None]:
-    one.pump = asyncio.create_task(one.send_all())
+async def _pumping(session: _OpenSession) -> AsyncIterator[None]:
+    session.pump = asyncio.create_task(session.send_all())
     try:
         yield
     finally:
-        one.pump.cancel()
+        session.pump.cancel()
         with contextlib.suppress(asyncio.CancelledError):
-            await one.pump
+            await session.pump
 
 
 @contextlib.contextmanager
 def _protocol_errors() -> Iterator[None]:
-    """Errors of ours as errors of the protocol: a mistake of the user is an error of parameters."""
+    """Turns EtudeErrors into protocol errors; a UserError is one of invalid parameters."""
     try:
         yield
     except EtudeError as error:

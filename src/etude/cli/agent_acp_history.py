@@ -1,4 +1,4 @@
-"""A session's past as updates: what an editor shows when it opens the session again."""
+"""The history of a session as updates, which an editor shows when it opens the session again."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from etude.records import Turn
 
 
 def history(conversation: Conversation, updates: Updates) -> Iterator[Any]:
-    """Everything said and done so far, in order."""
+    """Yields updates for all messages, calls and changes so far, in order."""
     prompts = list(conversation.folder.meta.prompts)
     changes: dict[int, list[TurnChange]] = {}
     for change in conversation.folder.changes():
@@ -34,7 +34,7 @@ def _turn(
 ) -> Iterator[Any]:
     assert conversation.journal is not None
     session = conversation.journal.session
-    context = next(one for one in session.contexts if one.id == turn.segment_id)
+    context = next(context for context in session.contexts if context.id == turn.segment_id)
     message = session.renderer.read(context.recording.tokens[turn.start : turn.end])
     if message.reasoning:
         yield update_agent_thought_text(message.reasoning)

@@ -1,4 +1,4 @@
-"""JSON lines between an editor and us. What is no message is answered as such, and has no other effect."""
+"""JSON lines between an editor and the agent. An invalid message is answered with an error and ignored."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ INVALID_REQUEST = -32600
 
 
 class LineTransport:
-    """Implements the protocol library's `Transport` on two streams. That of the library (0.12) ends upon JSON
-    that is no object, and waits for ever for an editor that has gone without reading what was sent."""
+    """Implements the protocol library's `Transport` on two streams. The library's own (0.12) ends on JSON
+    that is no object, and waits forever for an editor that disconnected without reading what was sent."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
@@ -25,12 +25,12 @@ class LineTransport:
 
     @classmethod
     async def on_stdio(cls) -> LineTransport:
-        """On standard input and output."""
+        """A transport on standard input and output."""
         reader, writer = await stdio_streams(limit=DEFAULT_STDIO_BUFFER_LIMIT_BYTES)
         return cls(reader, writer)
 
     async def receive(self) -> dict[str, Any] | None:
-        """The next message; None when the editor has gone."""
+        """The next message; None when the editor has disconnected."""
         while True:
             try:
                 line = await self._reader.readline()
@@ -53,22 +53,22 @@ class LineTransport:
             await self._refuse(INVALID_REQUEST, "the line is no message")
 
     async def send(self, message: dict[str, Any]) -> None:
-        """Writes one message. Raises ConnectionError when the editor has gone."""
+        """Writes one message. Raises ConnectionError if the editor has disconnected."""
         async with self._sending:
             self._writer.write(json.dumps(message, separators=(",", ":")).encode() + b"\n")
             await self._writer.drain()
 
     async def close(self) -> None:
-        """Idempotent."""
+        """Closes the output. Idempotent."""
         self._writer.close()
 
     async def _refuse(self, code: int, words: str) -> None:
-        with contextlib.suppress(ConnectionError):  # what the editor sent before it left is read nevertheless
+        with contextlib.suppress(ConnectionError):  # messages sent before it disconnected are still read
             await self.send({"jsonrpc": "2.0", "id": None, "error": {"code": code, "message": words}})
 
 
 def _is_sound(message: dict[str, Any]) -> bool:
-    """Whether the library can take it: a method is text, ids can be looked up, an error is an object."""
+    """Whether the library can process it: a method is a string, an id is hashable, an error is an object."""
     method, identity, error = message.get("method", ""), message.get("id"), message.get("error", {})
     sound_id = identity is None or (isinstance(identity, str | int) and not isinstance(identity, bool))
     return isinstance(method, str) and sound_id and (error is None or isinstance(error, dict))

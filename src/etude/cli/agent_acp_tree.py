@@ -1,4 +1,4 @@
-"""The repository as an editor shows it: files through the editor, so that unsaved buffers count."""
+"""The repository as seen by an editor: files are read and written through it, to include unsaved buffers."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from etude.controller.agent.trees import DirectoryTree
 from etude.errors import UserError
 
 EDITOR_S = 30.0
-"""Longest wait for an answer of the editor's about one file."""
+"""Time limit of the editor's answer about one file."""
 
 
 class EditorTree:
-    """Implements `Tree`. What the editor does not offer, and what is no text, goes by a `DirectoryTree`.
+    """Implements `Tree`. Binary files, and operations that the editor does not support, use `DirectoryTree`.
 
-    An editor does not say which buffers are unsaved. So a file is asked for when the agent is about to use
-    it by name, and from then on; searches see other files as they are on disk.
+    An editor does not report which buffers are unsaved. So a file is requested from it once the agent uses it
+    by name, and from then on; searches use the other files on disk.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class EditorTree:
         self._reads = bool(offered and offered.read_text_file)
         self._writes = bool(offered and offered.write_text_file)
         self._buffers: set[str] = set()
-        """Files whose text in the editor was not that on disk."""
+        """Files whose text in the editor differed from that on disk."""
 
     @property
     def root(self) -> Path:
@@ -68,7 +68,7 @@ class EditorTree:
         self._buffers.add(path)
 
     async def remove(self, path: str) -> None:
-        """See Tree. Editors cannot be asked to: the file is removed on disk."""
+        """See Tree. The protocol has no request for it: the file is removed on disk."""
         self._buffers.discard(path)
         await self._disk.remove(path)
 
@@ -79,7 +79,7 @@ class EditorTree:
         return await self._disk.unwanted(paths)
 
     async def _in_editor(self, path: str, on_disk: bytes | None) -> bytes | None:
-        """The file as the editor has it; as on disk where the editor does not say."""
+        """The file's content in the editor, or that on disk if the editor does not return it."""
         if not self._reads or on_disk is None or _text(on_disk) is None:
             return on_disk
         try:
@@ -88,7 +88,7 @@ class EditorTree:
                     session_id=self._session_id, path=str(self.root / path)
                 )
         except (RequestError, ConnectionError, TimeoutError):
-            return on_disk  # not open there, or refused: the disk is what everybody else sees
+            return on_disk  # not open there, or refused: use the content on disk
         data = answer.content.encode("utf-8", "replace")
         if data == on_disk:
             self._buffers.discard(path)

@@ -1,4 +1,4 @@
-"""From what a person sees of the agent to the updates of the Agent Client Protocol."""
+"""Converts agent events to updates of the Agent Client Protocol."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _STATUS = {"pending": "pending", "in_progress": "in_progress", "done": "complete
 
 
 class Updates:
-    """Makes the updates of one session. Remembers the present turn's calls, to show changes with them."""
+    """Makes the updates of one session. Keeps the current turn's calls, to show changes with them."""
 
     def __init__(self, root: Path, todos: Callable[[], Sequence[Todo]]) -> None:
         self._root = root
@@ -46,7 +46,7 @@ class Updates:
         self._results: dict[int, ToolResult] = {}
 
     def of(self, event: AgentEvent) -> list[Any]:
-        """The updates that tell of one event."""
+        """The updates for one event."""
         match event:
             case AgentText(text, kind):
                 update = update_agent_message_text if kind == "text" else update_agent_thought_text
@@ -65,9 +65,9 @@ class Updates:
             case _:
                 return []
 
-    def asked_about(self, call: ToolCall) -> Any:
-        """The call that a permission is asked for, with what it would do."""
-        place = next((n for n, one in enumerate(self._made.calls) if one is call), 0)
+    def permission_request(self, call: ToolCall) -> Any:
+        """The call for which permission is requested, with a preview of its effect."""
+        place = next((n for n, made in enumerate(self._made.calls) if made is call), 0)
         preview = "\n".join(call_preview(call))
         content = [tool_content(text_block(f"```diff\n{preview}\n```"))] if preview else None
         return update_tool_call(
@@ -107,7 +107,7 @@ class Updates:
         return updates
 
     def _changed(self, event: FilesChanged) -> list[Any]:
-        """Each file's diff with the last call that named it, else with one that could have changed it."""
+        """Shows each file's diff with the last call that named it, or with one that could have changed it."""
         by_call: dict[int, list[FileChange]] = {}
         for file in event.files:
             place = self._caller(file.path)
@@ -150,12 +150,12 @@ class Updates:
 
 
 def call_id(turn: int, position: int) -> str:
-    """Names a call within its session."""
+    """Id of a call within its session."""
     return f"{turn}.{position}"
 
 
 def plan_of(todos: Sequence[Todo]) -> Any:
-    """The agent's list as a plan; what was given up is not shown."""
+    """The agent's to-do list as a plan; abandoned items are not shown."""
     entries = [
         plan_entry(todo.text, status=cast(Any, _STATUS[todo.status]))
         for todo in todos

@@ -1,4 +1,4 @@
-"""How a call is shown to a person: a title, and what an edit or a command would do."""
+"""Titles of tool calls, and previews of edits and commands, for the user."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ KINDS = {
     "run_tests": "execute",
     "todo_write": "think",
 }
-"""What a tool does, in the words of the Agent Client Protocol; other tools are `other`."""
+"""Kinds of tools in the Agent Client Protocol; other tools are `other`."""
 
 
 def call_title(call: ToolCall) -> str:
-    """The call on one line."""
+    """A title of the call, on one line."""
     name = call.name or "(no call)"
     if paths := _paths(call):
         return _cut(f"{name} {' '.join(paths)}")
@@ -42,9 +42,9 @@ def call_title(call: ToolCall) -> str:
 
 
 def call_preview(call: ToolCall) -> list[str]:
-    """What the call would write or run, one line each: `-` and `+` before text that goes and comes.
+    """The text that the call would write or run, by lines: `-` and `+` before removed and added ones.
 
-    Of an MCP server's tool nobody here knows what counts: all its arguments.
+    For an MCP server's tool, whose arguments are unknown here: all of them.
     """
     arguments = call.arguments
     if call.name not in KINDS:
@@ -65,10 +65,10 @@ def call_preview(call: ToolCall) -> list[str]:
 
 
 def _paths(call: ToolCall) -> list[str]:
-    """The files that `run_tests` or `read_lints` is to look at; none named means all."""
+    """The files that `run_tests` or `read_lints` is restricted to; empty: all."""
     try:
         return words_of(call.arguments, "paths", _NUM_PATHS)
-    except ToolArgumentError:  # the tool answers it
+    except ToolArgumentError:  # the tool reports it
         return [call.arguments["paths"]]
 
 

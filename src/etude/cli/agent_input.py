@@ -1,4 +1,4 @@
-"""Lines that a person types; while a question waits for one, the event loop goes on."""
+"""Standard input by lines, read without blocking the event loop."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class Lines:
 
     @property
     def is_terminal(self) -> bool:
-        """Whether a person types there."""
+        """Whether standard input is a terminal."""
         return self._descriptor is not None and os.isatty(self._descriptor)
 
     def prompt(self, text: str) -> str | None:
-        """A line at a terminal, with its editing keys; blocks. None at the end of input."""
+        """Reads a line from a terminal, with editing keys; blocks. None at the end of input."""
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401  (gives input() its editing keys)
         try:
@@ -41,7 +41,7 @@ class Lines:
             return None
 
     async def has_words(self) -> bool:
-        """Whether anything but blanks comes before the end of input. Takes nothing away; may be cancelled."""
+        """Whether anything but whitespace precedes the end of input. Consumes nothing; may be cancelled."""
         while not self._buffer.strip() and not self._ended:
             data = await self._more()
             self._buffer += data
@@ -49,7 +49,7 @@ class Lines:
         return bool(self._buffer.strip())
 
     async def read(self) -> str | None:
-        """The next line without its end; None at the end of input. May be cancelled."""
+        """The next line without its newline; None at the end of input. May be cancelled."""
         while b"\n" not in self._buffer and not self._ended:
             data = await self._more()
             self._buffer += data

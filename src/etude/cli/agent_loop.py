@@ -1,4 +1,4 @@
-"""`etude agent` from the first words to the last: one instruction, or a conversation at a prompt."""
+"""The main program of `etude agent`: one instruction, or a conversation at a prompt."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ if TYPE_CHECKING:
 EXIT_UNFINISHED = 1
 EXIT_KEPT_BACK = 4
 _NUM_NAMED = 20
-"""Files that were kept back, named once more at the end."""
-_HELP = """/undo            take back what the agent changed upon your last words
+"""Largest number of kept-back files that the summary lists."""
+_HELP = """/undo            undo the agent's changes since your last message
 /diff            everything that it has changed
 /status          session, model, mode
 /approve MODE    preview, ask, auto-edit or full
@@ -57,12 +57,12 @@ Ctrl-C stops the agent; again, it ends the program."""
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
-    """What was asked for on the command line."""
+class AgentRequest:
+    """The arguments of the command line."""
 
     path: Path | None
     choice: ModelChoice | None
-    """None: the session's own, with `resume`."""
+    """None: that of the session to resume."""
     instruction: str | None
     mode: str | None
     resume: str | None
@@ -72,21 +72,21 @@ class Work:
     servers: Mapping[str, McpConfig] = field(default_factory=dict[str, "McpConfig"])
 
 
-def work(asked: Work) -> int:
-    """Does it; returns the exit code. Raises EtudeError where one instruction cannot be carried out."""
+def run_agent(request: AgentRequest) -> int:
+    """Runs the agent; returns the exit code. Raises EtudeError if a single instruction fails."""
     with asyncio.Runner() as runner:
-        program = _Program(asked, runner)
+        program = _AgentProgram(request, runner)
         try:
             return program.run()
         finally:
             runner.run(program.close())
 
 
-class _Program:
-    """One call of the command. The loop stands still while the person types at the prompt."""
+class _AgentProgram:
+    """One invocation of the command. The event loop does not run while the user types at the prompt."""
 
-    def __init__(self, asked: Work, runner: asyncio.Runner) -> None:
-        self._asked = asked
+    def __init__(self, request: AgentRequest, runner: asyncio.Runner) -> None:
+        self._request = request
         self._runner = runner
         self._stack = contextlib.AsyncExitStack()
         self._lines = Lines()
@@ -97,14 +97,14 @@ class _Program:
 
     def run(self) -> int:
         self._check_instruction()
-        if self._asked.resume is None:
+        if self._request.resume is None:
             self._check_input()
         conversation = self._runner.run(self._open())
-        # The agent stops as by Ctrl-C: what it did stays, and the session can go on.
-        self._output.on_gone = conversation.stop
+        # The agent stops as by Ctrl-C: its changes stay, and the session can be resumed.
+        self._output.on_reader_gone = conversation.stop
         if not conversation.is_open:
             self._check_input()
-        code = self._go(conversation)
+        code = self._dispatch(conversation)
         if self._output.error is not None:
             raise ResourceError(
                 "cannot be written; the session is kept, and can be resumed",
@@ -112,31 +112,31 @@ class _Program:
                 received=str(self._output.error),
                 fix="free disk space, or redirect the output",
             ) from self._output.error
-        return EXIT_CLOSED_PIPE if self._output.gone else code
+        return EXIT_CLOSED_PIPE if self._output.reader_gone else code
 
-    def _go(self, conversation: Conversation) -> int:
-        if self._asked.instruction is not None:
-            return self._once(conversation, self._asked.instruction)
+    def _dispatch(self, conversation: Conversation) -> int:
+        if self._request.instruction is not None:
+            return self._run_instruction(conversation, self._request.instruction)
         if conversation.is_open:
-            self._note("continuing where the session was interrupted")
+            self._print_note("continuing where the session was interrupted")
             self._turn(conversation, conversation.resume())
         return self._converse(conversation)
 
     def _check_instruction(self) -> None:
         """Raises ConfigError for an empty instruction, and for `--json` without one at a terminal."""
-        asked = self._asked
-        if asked.instruction is not None and not asked.instruction.strip():
+        request = self._request
+        if request.instruction is not None and not request.instruction.strip():
             raise ConfigError(
-                "is empty", field="-p", received=asked.instruction, fix="write what the agent is to do"
+                "is empty", field="-p", received=request.instruction, fix="write what the agent is to do"
             )
-        if asked.as_json and asked.instruction is None and self._lines.is_terminal:
+        if request.as_json and request.instruction is None and self._lines.is_terminal:
             raise ConfigError(
                 "needs -p, since standard input is a terminal", field="--json", fix='add -p "INSTRUCTION"'
             )
 
     def _check_input(self) -> None:
         """Raises ConfigError for `--json` without any instruction."""
-        if not self._asked.as_json or self._asked.instruction is not None:
+        if not self._request.as_json or self._request.instruction is not None:
             return
         if not self._runner.run(self._lines.has_words()):
             raise ConfigError(
@@ -150,52 +150,52 @@ class _Program:
         await self._stack.aclose()
 
     async def _open(self) -> Conversation:
-        asked, enter = self._asked, self._stack.enter_async_context
+        request, enter = self._request, self._stack.enter_async_context
         root = sessions_directory()
-        folder = None if asked.resume is None else SessionFolder.open(root, asked.resume)
-        path = asked.path
+        folder = None if request.resume is None else SessionFolder.open(root, request.resume)
+        path = request.path
         if folder is not None:
             path = folder.directory(path)
         tree = DirectoryTree(path or Path())
-        choice = asked.choice or ModelChoice.from_dict(folder.meta.model if folder else {})
-        sandbox = asked.sandbox if folder is None else _taken_up(asked.sandbox, folder.meta)
+        choice = request.choice or ModelChoice.from_dict(folder.meta.model if folder else {})
+        sandbox = request.sandbox if folder is None else _sandbox_of_session(request.sandbox, folder.meta)
         self._in_place = sandbox.in_place
         choice = choice.in_place() if sandbox.in_place else choice
-        policy = await enter(open_policy(choice, asked.instruction is not None, asked.servers))
-        backend, around = await open_surroundings(sandbox, tree.root, self._note_unless_json)
+        policy = await enter(open_policy(choice, request.instruction is not None, request.servers))
+        backend, around = await open_surroundings(sandbox, tree.root, self._print_note_unless_json)
         self._stack.push_async_callback(backend.close)
         if folder is None:
             mode = self._mode(None)
             folder = SessionFolder.create(root, tree.root, choice.to_dict(), mode, sandbox.in_place)
-        elif asked.choice is not None:
+        elif request.choice is not None:
             folder.update(model=choice.to_dict())
         face = Frontend(self._emit, self._user.allow, self._user)
         mode = self._mode(folder.meta.mode)
-        opening = open_conversation(folder, tree, policy, backend, face, mode, around, asked.max_turns)
+        opening = open_conversation(folder, tree, policy, backend, face, mode, around, request.max_turns)
         conversation = await enter(opening)
-        if not asked.as_json:
-            self._note(f"{policy.label} · {tree.root} · {mode}: {MODE_HELP[mode]}")
-            self._note(f"session {conversation.id}")
+        if not request.as_json:
+            self._print_note(f"{policy.label} · {tree.root} · {mode}: {MODE_HELP[mode]}")
+            self._print_note(f"session {conversation.id}")
         return conversation
 
     def _mode(self, known: str | None) -> str:
-        asks = self._asked.instruction is None or self._in_place
+        asks = self._request.instruction is None or self._in_place
         default = known or ("ask" if asks else "preview")
-        return self._asked.mode or default
+        return self._request.mode or default
 
     def _emit(self, event: AgentEvent) -> None:
-        if self._asked.as_json:
+        if self._request.as_json:
             self._output.print_line(event_document(event))
         else:
             self._terminal.emit(event)
 
     # ---- one instruction ------------------------------------------------------------------------
 
-    def _once(self, conversation: Conversation, instruction: str) -> int:
+    def _run_instruction(self, conversation: Conversation, instruction: str) -> int:
         outcome = self._run(conversation, conversation.say(instruction))
         unanswered = self._user.num_unanswered
         files, kept_back = conversation.changes(), conversation.mirror.kept_back
-        if self._asked.as_json:
+        if self._request.as_json:
             self._output.print_line(
                 {
                     "event": "result",
@@ -211,11 +211,11 @@ class _Program:
                 }
             )
         else:
-            self._terminal.say_status(outcome.status, outcome.cause)
+            self._terminal.print_status(outcome.status, outcome.cause)
             num_files = len([file for file in files if file.path not in kept_back])
-            self._sum_up(num_files, kept_back, conversation.mode != "preview")
+            self._print_summary(num_files, kept_back, conversation.mode != "preview")
         if unanswered:
-            self._note(
+            self._print_note(
                 f"refused, because nobody answered: {unanswered} call{'s' * (unanswered != 1)}; --approve "
                 "auto-edit allows edits, --approve full commands as well"
             )
@@ -225,24 +225,24 @@ class _Program:
             return EXIT_UNFINISHED
         return EXIT_KEPT_BACK if kept_back or unanswered else 0
 
-    def _sum_up(self, num_files: int, kept_back: Mapping[str, str], written: bool) -> None:
+    def _print_summary(self, num_files: int, kept_back: Mapping[str, str], written: bool) -> None:
         if num_files and written:
-            self._note(f"{num_files} file{'s' if num_files > 1 else ''} changed")
+            self._print_note(f"{num_files} file{'s' if num_files > 1 else ''} changed")
         elif num_files:
-            self._note("nothing was written; --apply writes such changes")
+            self._print_note("nothing was written; --apply writes such changes")
         elif not kept_back:
-            self._note("the agent changed no file")
+            self._print_note("the agent changed no file")
         for path, why in list(kept_back.items())[:_NUM_NAMED]:
-            self._note(f"kept back: {'all changes' if path == EVERYTHING else path}: {why}")
+            self._print_note(f"kept back: {'all changes' if path == EVERYTHING else path}: {why}")
         if len(kept_back) > _NUM_NAMED:
-            self._note(f"kept back: {len(kept_back) - _NUM_NAMED} more")
+            self._print_note(f"kept back: {len(kept_back) - _NUM_NAMED} more")
 
     # ---- a conversation -------------------------------------------------------------------------
 
     def _converse(self, conversation: Conversation) -> int:
-        if not self._asked.as_json:
-            self._note("/help lists commands")
-        while not self._output.gone and (said := self._next_words()) is not None:
+        if not self._request.as_json:
+            self._print_note("/help lists commands")
+        while not self._output.reader_gone and (said := self._next_words()) is not None:
             words = said.strip()
             if words in ("/quit", "/exit"):
                 break
@@ -260,7 +260,7 @@ class _Program:
             try:
                 return self._lines.prompt("\n> ")
             except BrokenPipeError as error:
-                self._output.leave(error)
+                self._output.stop_writing(error)
                 return None
         return self._runner.run(self._lines.read())
 
@@ -270,32 +270,32 @@ class _Program:
         except InfrastructureError as error:
             print_error(error)
             return
-        if not self._asked.as_json:
-            self._terminal.say_status(outcome.status, outcome.cause)
+        if not self._request.as_json:
+            self._terminal.print_status(outcome.status, outcome.cause)
 
     def _command(self, conversation: Conversation, name: str, argument: str = "") -> None:
         match name:
             case "/undo":
                 undone = self._runner.run(conversation.undo())
                 if undone is None:
-                    self._note("there is nothing to undo")
+                    self._print_note("there is nothing to undo")
                 else:
                     self._emit(undone)
             case "/diff":
                 self._terminal.show_diff(diff_text(conversation.changes()))
             case "/status":
-                self._note(
+                self._print_note(
                     f"session {conversation.id} · {conversation.policy.label} · {conversation.tree.root}"
                 )
                 turns, files = conversation.num_turns, len(conversation.changes())
-                self._note(f"{conversation.mode} · {turns} messages · {files} files changed")
+                self._print_note(f"{conversation.mode} · {turns} messages · {files} files changed")
             case "/approve":
                 conversation.set_mode(argument.strip())
-                self._note(MODE_HELP[conversation.mode])
+                self._print_note(MODE_HELP[conversation.mode])
             case "/apply":
                 self._emit(self._runner.run(conversation.write_back()))
             case "/help":
-                self._note(_HELP)
+                self._print_note(_HELP)
             case _:
                 raise UserError("no such command", field=name[:40], fix="/help lists commands")
 
@@ -308,16 +308,16 @@ class _Program:
             self._terminal.hide_running()
             self._terminal.end_line()
 
-    def _note_unless_json(self, text: str) -> None:
-        if not self._asked.as_json:
-            self._note(text)
+    def _print_note_unless_json(self, text: str) -> None:
+        if not self._request.as_json:
+            self._print_note(text)
 
-    def _note(self, text: str) -> None:
+    def _print_note(self, text: str) -> None:
         self._notes.console().print(shown(text), style="dim", soft_wrap=True)
 
 
-def _taken_up(sandbox: SandboxChoice, meta: SessionMeta) -> SandboxChoice:
-    """The sandbox of a session that goes on as it began: in place or on a copy. Raises ConfigError."""
+def _sandbox_of_session(sandbox: SandboxChoice, meta: SessionMeta) -> SandboxChoice:
+    """The sandbox of a resumed session, in place or on a copy as before. Raises ConfigError."""
     if sandbox.in_place and not meta.in_place:
         raise ConfigError(
             "the session works on a copy",
@@ -329,7 +329,7 @@ def _taken_up(sandbox: SandboxChoice, meta: SessionMeta) -> SandboxChoice:
 
 
 async def _interruptible(conversation: Conversation, saying: Coroutine[Any, Any, Outcome]) -> Outcome:
-    """Ctrl-C stops the agent; a second one ends the program. Raises KeyboardInterrupt then."""
+    """Runs a turn; Ctrl-C stops the agent, and a second one raises KeyboardInterrupt."""
     task = asyncio.ensure_future(saying)
     with _on_interrupt(conversation, task):
         try:
@@ -363,7 +363,7 @@ def _on_interrupt(conversation: Conversation, task: asyncio.Future[Outcome]) -> 
 
 
 def print_failure(error: EtudeError) -> None:
-    """The last line of `--json` where the work failed."""
+    """Prints the last line of `--json` for an agent that failed."""
     kind = type(error).__name__
     document = {"event": "result", "status": "error", "error": kind, "message": str(error)}
     standard_output().print_line(document)

@@ -11,7 +11,7 @@ import typer
 from etude.errors import ConfigError
 
 if TYPE_CHECKING:
-    # Heavier at run time than a command line's help should be.
+    # Too heavy to import for printing a help text.
     from etude.config import McpConfig
     from etude.controller.agent.models import ModelChoice
 
@@ -84,8 +84,8 @@ MaxTurnsOption = Annotated[
 
 
 def chosen_model(context: typer.Context) -> ModelChoice | None:
-    """The model that the options name; None for that of the session which is taken up. Raises ConfigError."""
-    # With it come numpy and the tokenizers.
+    """The model that the options name; None for that of the resumed session. Raises ConfigError."""
+    # Imports numpy and the tokenizers.
     from etude.controller.agent.models import ModelChoice
 
     given: Mapping[str, Any] = context.params
@@ -97,7 +97,7 @@ def chosen_model(context: typer.Context) -> ModelChoice | None:
 
 
 def chosen_servers(commands: list[str] | None) -> dict[str, McpConfig]:
-    """The MCP servers that are named. Raises ConfigError."""
+    """The MCP servers named by `--mcp`. Raises ConfigError."""
     if not commands:
         return {}
     from etude.agent.mcp.client import parse_server
@@ -111,7 +111,7 @@ def chosen_servers(commands: list[str] | None) -> dict[str, McpConfig]:
 
 
 def chosen_mode(approve: str | None, apply: bool) -> str | None:
-    """How calls are approved; None: as usual. Raises ConfigError."""
+    """The approval mode of `--approve` and `--apply`; None: the default. Raises ConfigError."""
     if approve is not None:
         from etude.controller.agent.approval import checked_mode
 
@@ -124,14 +124,14 @@ def chosen_mode(approve: str | None, apply: bool) -> str | None:
 
 
 def _refuse_options_of_a_model(context: typer.Context) -> None:
-    """A session that goes on has its model and tools: an option that would change nothing is a mistake."""
+    """Raises ConfigError for options without effect on the model and tools of a resumed session."""
     for name in ("tools", "tool_calls", *_OF_THE_MODEL):
         source = context.get_parameter_source(name)
         if source is None or source.name != "COMMANDLINE":
             continue
         option = f"--{name.replace('_', '-')}"
         if name == "tools":
-            message = "the tools belong to the session: it goes on with those that it began with"
+            message = "the tools belong to the session: it continues with those that it started with"
             fix = "leave it out, or begin a new session without --resume"
         else:
             message = "belongs to the session's model, and none is named"

@@ -1,4 +1,4 @@
-"""Output whose reader may leave: `etude agent ... | head -1`."""
+"""Output to a pipe that its reader may close: `etude agent ... | head -1`."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from typing import IO, Any, TextIO, cast
 from rich.console import Console
 
 EXIT_CLOSED_PIPE = 141
-"""As of a program that the signal of a closed pipe ends: 128 + SIGPIPE."""
+"""Exit code of a program that was ended by the signal of a closed pipe: 128 + SIGPIPE."""
 _PIPE_COLUMNS = 1_000_000
 
 
 class OutputConsole(Console):
-    """A console that lays text out for the width of a terminal only: in a pipe or file every line is whole.
+    """A console that wraps text at the width of a terminal only: in a pipe or file lines are not wrapped.
 
-    When its reader has left it ends the program, but not with rich's 1, which is what some commands find.
+    If its reader closes the pipe, it ends the program, but not with rich's exit code 1, which some commands
+    use as a result.
     """
 
     def __init__(self, **settings: Any) -> None:
@@ -38,32 +39,32 @@ class OutputConsole(Console):
 
 
 class Pipe(io.TextIOBase):
-    """One of this process's outputs. When its reader has left, what is written goes nowhere.
+    """Standard output or error of this process. After its reader has closed it, writes are discarded.
 
-    The first write that finds nobody calls `on_gone`, once. Nothing is raised, so that the writer can
-    come to an orderly end. Not to be made while rich has redirected the stream.
+    The first write that fails calls `on_reader_gone`, once. Nothing is raised, so that the program can end in
+    an orderly way. Not to be created while rich has redirected the stream.
     """
 
     def __init__(self, stream: TextIO | None) -> None:
         """None: the program was started with that output closed."""
         super().__init__()
         self._stream = stream
-        self.gone = False
+        self.reader_gone = False
         self.error: OSError | None = None
-        """Why nothing can be written, where it is not that the reader left: a full disk."""
-        self.on_gone: Callable[[], object] = lambda: None
+        """The error of a failed write that is not due to the reader, such as a full disk."""
+        self.on_reader_gone: Callable[[], object] = lambda: None
 
     @property
     def encoding(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Of the text."""
+        """Encoding of the text."""
         return getattr(self._stream, "encoding", None) or "utf-8"
 
     def isatty(self) -> bool:
-        """Whether a person reads it."""
+        """Whether it is a terminal."""
         return self._stream is not None and self._stream.isatty()
 
     def fileno(self) -> int:
-        """The descriptor. Raises OSError where there is none."""
+        """The file descriptor. Raises OSError if there is none."""
         if self._stream is None:
             raise io.UnsupportedOperation("closed")
         return self._stream.fileno()
@@ -72,24 +73,24 @@ class Pipe(io.TextIOBase):
         return True
 
     def write(self, text: str, /) -> int:
-        """Writes, if there is anybody to read it."""
-        if self._stream is not None and not self.gone:
+        """Writes text, unless the reader is gone."""
+        if self._stream is not None and not self.reader_gone:
             try:
                 self._stream.write(text)
             except OSError as error:
-                self.leave(error)
+                self.stop_writing(error)
         return len(text)
 
     def flush(self) -> None:
-        """Hands over what was written."""
-        if self._stream is not None and not self.gone:
+        """Flushes the stream, unless the reader is gone."""
+        if self._stream is not None and not self.reader_gone:
             try:
                 self._stream.flush()
             except OSError as error:
-                self.leave(error)
+                self.stop_writing(error)
 
-    def has_left(self) -> bool:
-        """Whether it is a pipe that nobody reads any more."""
+    def reader_has_left(self) -> bool:
+        """Whether it is a pipe whose reader has closed it."""
         try:
             descriptor = self.fileno()
         except OSError:
@@ -99,7 +100,7 @@ class Pipe(io.TextIOBase):
         return any(what & select.POLLERR for _, what in asked.poll(0))
 
     def print_line(self, document: dict[str, Any]) -> None:
-        """One JSON object on a line, at once."""
+        """Prints a JSON object on one line, and flushes."""
         self.write(json.dumps(document, ensure_ascii=True) + "\n")
         self.flush()
 
@@ -107,24 +108,24 @@ class Pipe(io.TextIOBase):
         """A console that writes here."""
         return OutputConsole(file=cast(IO[str], self))
 
-    def leave(self, error: OSError) -> None:
-        """Nothing more can be written."""
-        self.gone = True
+    def stop_writing(self, error: OSError) -> None:
+        """Discards all further output after a failed write."""
+        self.reader_gone = True
         self.error = None if isinstance(error, BrokenPipeError) else error
-        # What is left in the stream's buffer is written as the interpreter ends, and must not fail again.
+        # The interpreter writes the rest of the stream's buffer when it ends, which must not fail again.
         nowhere = os.open(os.devnull, os.O_WRONLY)
         try:
             os.dup2(nowhere, self.fileno())
         finally:
             os.close(nowhere)
-        self.on_gone()
+        self.on_reader_gone()
 
 
 def standard_output() -> Pipe:
-    """This process's standard output as it is now."""
+    """This process' current standard output."""
     return Pipe(sys.stdout)
 
 
 def standard_error() -> Pipe:
-    """This process's standard error as it is now."""
+    """This process' current standard error."""
     return Pipe(sys.stderr)

@@ -1,4 +1,4 @@
-"""The agent in a terminal: its words as they come, its calls, coloured diffs, questions."""
+"""The terminal interface of the agent: streamed text, calls, coloured diffs, questions."""
 
 from __future__ import annotations
 
@@ -42,30 +42,30 @@ _ANSWERS: dict[str, Literal["once", "always", "no"]] = {
 
 
 class TerminalFace:
-    """Shows events on a console. Plain lines where it is no terminal."""
+    """Shows events on a console; as plain lines if it is not a terminal."""
 
     def __init__(self, console: Console, questions: Console) -> None:
-        """`questions`: where the person is asked; what the agent did goes to `console`."""
+        """`console`: for the agent's events; `questions`: for questions to the user."""
         self._console = console
         self.questions = questions
         self._running: dict[int, str] = {}
         self._live: Live | None = None
         self._open_line = False
-        self._held: list[AgentEvent] | None = None
-        """What happened since a question was put that has no answer yet; None where there is no such one."""
+        self._deferred: list[AgentEvent] | None = None
+        """Events deferred while a question waits for an answer; None if there is no question."""
 
     def emit(self, event: AgentEvent) -> None:
-        """Shows one event; during a question, once that is answered."""
-        if self._held is not None:
-            self._held.append(event)
+        """Shows one event; during a question, after it has been answered."""
+        if self._deferred is not None:
+            self._deferred.append(event)
             return
         match event:
             case AgentText():
-                self._say(event)
+                self._print_words(event)
             case MessageEnded():
                 self.end_line()
             case CallsRequested():
-                self._running.clear()  # of a turn that was stopped nobody tells the end
+                self._running.clear()  # calls of a stopped turn have no end event
                 self.end_line()
             case ToolCallStarted():
                 self._running[event.position] = call_title(event.call)
@@ -84,32 +84,32 @@ class TerminalFace:
                 self.end_line()
 
     def end_line(self) -> None:
-        """Ends the line of words that is being written."""
+        """Ends the line of text that is being written."""
         if self._open_line:
             self._console.print()
             self._open_line = False
 
     @contextlib.contextmanager
     def question(self) -> Iterator[None]:
-        """While the person is asked: nothing else is written onto the question's line."""
+        """Defers events while the user is asked, so that nothing else is written on the question's line."""
         self.hide_running()
         self.end_line()
-        self._held = []
+        self._deferred = []
         try:
             yield
         finally:
-            held, self._held = self._held, None
-            for event in held:
+            deferred, self._deferred = self._deferred, None
+            for event in deferred:
                 self.emit(event)
 
     def hide_running(self) -> None:
-        """Takes the list of running calls off the screen."""
+        """Removes the list of running calls from the screen."""
         if self._live is not None:
             self._live.stop()
             self._live = None
 
     def show_changes(self, event: FilesChanged) -> None:
-        """The diffs of a turn, and what was kept back."""
+        """Prints the diffs of a turn, and the changes that were kept back."""
         self.end_line()
         for file in event.files:
             self.show_diff(file.diff())
@@ -117,22 +117,22 @@ class TerminalFace:
             self._console.print(shown(f"not written: {path}: {why}", "bold yellow"))
 
     def show_diff(self, diff: str) -> None:
-        """A unified diff in colour."""
+        """Prints a unified diff in colour."""
         for line in diff.splitlines():
             self._console.print(shown(line, DIFF_STYLES.get(line[:1], "")), soft_wrap=True)
 
     def show_call(self, call: ToolCall) -> None:
-        """What a call that needs an answer would do."""
+        """Prints a call that needs approval, and a preview of its effect."""
         self.questions.print(shown(call_title(call), "bold"))
         for line in call_preview(call):
             self.questions.print(shown(f"  {line}", DIFF_STYLES.get(line[:1], "")), soft_wrap=True)
 
-    def say_status(self, status: Status, cause: str) -> None:
-        """How the agent ended, where it did not simply finish."""
+    def print_status(self, status: Status, cause: str) -> None:
+        """Prints why the agent stopped, unless it finished."""
         if status is not Status.DONE:
             self._console.print(shown(f"stopped: {cause or status.value}", "yellow"))
 
-    def _say(self, event: AgentText) -> None:
+    def _print_words(self, event: AgentText) -> None:
         self.hide_running()
         style = "" if event.kind == "text" else "dim italic"
         self._console.print(shown(event.text, style), end="", soft_wrap=True)
@@ -149,7 +149,7 @@ class TerminalFace:
             self._console.print(Text(f"  ... {len(lines) - _OUTPUT_LINES} lines more", style="dim"))
 
     def _refresh(self) -> None:
-        """The list of running calls, on a terminal."""
+        """Updates the list of running calls, on a terminal."""
         if not self._console.is_terminal:
             return
         if not self._running:
@@ -164,14 +164,14 @@ class TerminalFace:
 
 
 class TerminalUser:
-    """Asks the person at the terminal: implements the agent's `User`, and asks about calls."""
+    """Asks the user at the terminal: implements the agent's `User`, and approval of calls."""
 
     def __init__(self, face: TerminalFace, lines: Lines) -> None:
         self._face = face
         self._lines = lines
         self._asking = asyncio.Lock()
         self.num_unanswered = 0
-        """Calls that were refused because the input had ended."""
+        """Number of calls that were refused because the input had ended."""
 
     async def allow(self, call: ToolCall) -> Literal["once", "always", "no"]:
         """Whether the call may run."""
@@ -212,6 +212,6 @@ class TerminalUser:
         try:
             said = await self._lines.read()
         finally:
-            if said is None:  # nobody has ended the question's line
+            if said is None:  # no newline was typed
                 console.print()
         return said

@@ -1,4 +1,4 @@
-"""The application: which commands there are. Only the one that is called is imported."""
+"""The application: a table of its commands, of which only the called one is imported."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ _COMMANDS = {
     "model": "model:model_app",
     "tokenizer": "tokenizer:tokenizer_app",
 }
-"""By name: the module of this package and what it calls the command, or the application of several."""
+"""By name: the module of this package, and the name in it of the command or the group of commands."""
 
 
 class Application(ErrorReportingGroup):
-    """All commands, each made when it is first asked for."""
+    """All commands, each created on first use."""
 
     def __init__(self, **settings: Any) -> None:
         """`settings`: Typer's."""
@@ -93,7 +93,7 @@ def root(
 def main() -> None:
     """Entry point.
 
-    Exit codes: 0 done, 2 a mistake of the user, 3 the system failed, 4 something was kept back,
+    Exit codes: 0 success, 2 a mistake of the user, 3 a failure of the system, 4 changes were kept back,
     130 interrupted, 141 the reader of the output has closed it.
     """
     app()

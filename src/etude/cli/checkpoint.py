@@ -1,4 +1,4 @@
-"""`etude checkpoint`: look at checkpoints, check them, bring models out."""
+"""`etude checkpoint`: inspect, verify and export checkpoints."""
 
 from __future__ import annotations
 
@@ -78,12 +78,12 @@ def verify_command(path: PathArgument, json: JsonOption = False) -> None:
             "is damaged, incomplete or without hashes",
             field="checkpoint",
             received=flawed,
-            fix=_way_on(path, whole),
+            fix=_fix_for(path, whole),
         )
 
 
-def _way_on(path: Path, whole: list[str]) -> str:
-    """What is left to do where checkpoints are damaged. `whole`: names of those that are not."""
+def _fix_for(path: Path, whole: list[str]) -> str:
+    """The error's fix for damaged checkpoints. `whole`: names of the intact ones."""
     from etude.training.checkpoints.files import DIGESTS
     from etude.training.checkpoints.saving import read_state
 
@@ -137,7 +137,7 @@ def export_command(
 
 
 def _initial_of(directory: Path) -> Path | None:
-    """What the run that a checkpoint lies in, if any, began reinforcement learning or fine-tuning with."""
+    """The initial model of reinforcement learning or fine-tuning in the run that contains a checkpoint."""
     run = next(
         (parent for parent in directory.resolve().parents[:3] if (parent / "config.toml").is_file()), None
     )
@@ -148,12 +148,12 @@ def _initial_of(directory: Path) -> Path | None:
 
 
 def _checkpoints(path: Path) -> list[Path]:
-    """A checkpoint itself; of a run all that can be used, the model that it is known by first."""
+    """A checkpoint itself, or all usable checkpoints of a run, the most important one first."""
     if (path / "config.toml").is_file():
         root = path / "checkpoints"
         found = [file.parent for name in ("config.json", "state.pt") for file in root.rglob(name)]
         order = {"final": 0, "midtrained": 1, "latest": 2}
-        usable = {p for p in found if not _put_aside(p.relative_to(root).parts)}
+        usable = {p for p in found if not _is_unusable(p.relative_to(root).parts)}
         found = sorted(usable, key=lambda p: (order.get(p.name, len(order)), p.name))
     else:
         found = [path] if any((path / name).is_file() for name in ("config.json", "state.pt")) else []
@@ -167,8 +167,8 @@ def _checkpoints(path: Path) -> list[Path]:
     return found
 
 
-def _put_aside(parts: tuple[str, ...]) -> bool:
-    """Whether it is half-written, or known as damaged."""
+def _is_unusable(parts: tuple[str, ...]) -> bool:
+    """Whether a checkpoint is half-written, or known to be damaged."""
     return parts[0] == "damaged" or any(part.startswith(".") for part in parts)
 
 
@@ -177,7 +177,7 @@ def _name(directory: Path, asked: Path) -> str:
 
 
 def _architecture(directory: Path) -> str:
-    """`model_type` of its config.json; empty where there is no model."""
+    """`model_type` of its config.json; empty without a model."""
     import json
 
     path = directory / "config.json"

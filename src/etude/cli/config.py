@@ -31,7 +31,7 @@ def show_command(
 
 
 def chosen_file(file: Path | None, config: Path | None) -> Path | None:
-    """The one file that was named, by the argument or by `--config`. Raises UserError for two."""
+    """The file named by the argument or by `--config`. Raises UserError if both are given."""
     if file is not None and config is not None:
         raise UserError("names a second file", field="--config", received=str(config), fix="name one file")
     return config if file is None else file

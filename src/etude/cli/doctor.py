@@ -1,4 +1,4 @@
-"""`etude doctor`: what this machine has, and what keeps Étude from running on it."""
+"""`etude doctor`: the capabilities of this machine, and problems that prevent Étude from running on it."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def doctor_command(
 
 
 def examine(directory: Path) -> dict[str, Any]:
-    """Machine, versions and problems (each with its fix); `directory` is where runs would go."""
+    """Machine, versions and problems (each with its fix); `directory`: where runs would be stored."""
     from etude.sandbox.backends import open_backend
 
     problems = list(open_backend("local").doctor())
@@ -71,7 +71,7 @@ def examine(directory: Path) -> dict[str, Any]:
 
 
 def _describe_kernels() -> str:
-    """What computes the engine's steps here, and why."""
+    """The engine's kernels on this machine, and why they are used."""
     from etude.inference.native import load_library
 
     try:
@@ -82,7 +82,7 @@ def _describe_kernels() -> str:
 
 
 def _describe_neighbours() -> str:
-    """Whether local sandboxes share what the kernel counts for each user, and why."""
+    """Whether local sandboxes share the kernel's per-user limits, and why."""
     from etude.sandbox.local.host_ids import find_host_ids
 
     reason = find_host_ids().reason

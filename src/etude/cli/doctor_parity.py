@@ -1,4 +1,4 @@
-"""`etude doctor parity`: how far the trainer is from an engine, for any checkpoint."""
+"""`etude doctor parity`: the difference between trainer and engine, for any checkpoint."""
 
 from __future__ import annotations
 
@@ -109,10 +109,10 @@ def _read(
 def _print(report: ParityReport, limit: float, *, exact: bool, passed: bool) -> None:
     console = output_console()
     rows: list[tuple[object, ...]] = []
-    for name, one in report.figures.items():
+    for name, found in report.figures.items():
         decides = exact or name in report.deciding
-        cells = (f"{one.k3:.2e}", f"{one.p99:.2e}", f"{one.max:.2e}", f"{one.differing:.1%}")
-        rows.append((Text(name, style="bold" if decides else "dim"), f"{one.num_tokens:,}", *cells))
+        cells = (f"{found.k3:.2e}", f"{found.p99:.2e}", f"{found.max:.2e}", f"{found.differing:.1%}")
+        rows.append((Text(name, style="bold" if decides else "dim"), f"{found.num_tokens:,}", *cells))
     headings = ("trainer against engine", "tokens", "k3", "99 % within", "at most", "not equal")
     print_table(console, headings, rows, range(1, 6))
     if report.routes_differing is not None:

@@ -1,4 +1,4 @@
-"""What `etude doctor` says of all that is optional: packages, programs and sandbox backends."""
+"""The optional parts that `etude doctor` reports: packages, programs and sandbox backends."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ PACKAGES = {
     "ray": ('runs over several processes and machines: executor = "ray"', ("ray",)),
     "gpu": ("training and sampling on an NVIDIA GPU", ("triton",)),
 }
-"""By extra, or by what it was: what the packages add, and their names."""
+"""By name of the extra: what the packages add, and their names."""
 PROGRAMS = {
     "ripgrep": ("rg", "instant grep in the agent's code index", install_command("ripgrep")),
     "ruff": ("ruff", "lints of Python, for the agent and as a part of the reward", install_command("ruff")),
     "buildah": ("buildah", "images from Dockerfiles: etude sandbox image build", "apt-get install buildah"),
 }
-"""By name: the program, what it adds, and how it is installed."""
+"""By name: the program, what it adds, and the command that installs it."""
 SANDBOXES = {
     "local": "sandboxes of Linux namespaces, which is the default",
     "gvisor": "sandboxes with a kernel of their own in user space",
@@ -49,7 +49,7 @@ SANDBOXES = {
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Something that Étude works without, and does more with."""
+    """An optional part of Étude."""
 
     name: str
     kind: str
@@ -57,11 +57,11 @@ class Part:
     present: bool
     adds: str
     fix: str
-    """The command that installs what is missing, or what to do; empty where nothing is."""
+    """The command that installs what is missing, or other instructions; empty if nothing is missing."""
 
 
 def find_parts() -> Iterator[Part]:
-    """Every optional part, whether it is here or not. Starts and installs nothing."""
+    """Yields every optional part, present or not. Starts and installs nothing."""
     for name, (adds, packages) in PACKAGES.items():
         missing = [package for package in packages if not is_installed(package)]
         yield Part(name, "package", not missing, adds, install_command(*missing) if missing else "")
@@ -76,7 +76,7 @@ def find_parts() -> Iterator[Part]:
 
 
 def print_parts(console: Console, parts: list[Part]) -> None:
-    """A row for each part, then how to get those that are missing, one line each."""
+    """Prints a row for each part, then the fixes for missing ones, one per line."""
     yes, no = Text("yes", style="green"), Text("no", style="yellow")
     rows = ((part.name, yes if part.present else no, part.adds) for part in parts)
     print_table(console, ("optional", "here", "what it adds"), rows)

@@ -1,4 +1,4 @@
-"""`etude env`: serve environment sessions, list them, and look for what tells training from production."""
+"""`etude env`: serve environment sessions, list them, and find what tells training from production."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ def tells_command(
     from etude.environment.tells import compare
 
     token = read_secret_file(token_file, "--token-file")
-    one, two = asyncio.run(_look((left, right), tools, num_calls, token))
+    one, two = asyncio.run(_probe((left, right), tools, num_calls, token))
     found = compare(one, two)
     open_ones = [tell for tell in found if tell.reason is None]
     if as_json:
@@ -200,7 +200,7 @@ def new_site(
     snapshot_every: int = 0,
     life_s: float | None = None,
 ) -> Site:
-    """The site of a server or a probe, with the tools, index and MCP servers of `agent`."""
+    """A Site for a server or a probe, with the tools, index and MCP servers of `agent`."""
     from etude.agent import agent_registry
     from etude.agent.index.opening import new_indexes
     from etude.environment.verdicts import Grader, Site
@@ -220,7 +220,7 @@ def new_site(
 
 
 def _backend(backend: str, server: str | None = None, token_file: Path | None = None) -> SandboxBackend:
-    """Sandboxes of this machine, or another server's."""
+    """The sandbox backend of this machine, or of a sandbox server."""
     if server is None:
         from etude.sandbox.backends import open_backend
 
@@ -231,7 +231,7 @@ def _backend(backend: str, server: str | None = None, token_file: Path | None = 
 
 
 def _agent_of(file: Path | None, tools: str, index: str = "") -> AgentConfig:
-    """The section `agent` of a file, or the defaults, with these in their place. Raises ConfigError."""
+    """The section `agent` of a file, or the defaults, with these tools and index. Raises ConfigError."""
     from etude.config import load_config
 
     named = {"tools": tools, "index": index}
@@ -248,8 +248,8 @@ def _agent_of(file: Path | None, tools: str, index: str = "") -> AgentConfig:
 
 
 def read_tasks(directory: Path | None, backend: str = "local", file: Path | None = None) -> dict[str, Task]:
-    """The Harbor tasks in a directory, by the names of their own directories, with their images. `file`: a
-    configuration for them.
+    """The Harbor tasks in a directory, by the names of their directories, with their images. `file`: a
+    configuration file that applies to them.
 
     Raises TaskError, TemplateError, UserError.
     """
@@ -267,13 +267,13 @@ def read_tasks(directory: Path | None, backend: str = "local", file: Path | None
     return dict(zip(names, read_with_images(found, config), strict=True))
 
 
-async def _look(
+async def _probe(
     places: tuple[str, str], tools: str, num_calls: int, token: str | None
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """What the probe sees in two environments, which tools they offer, and how fast they answer."""
+    """The probe's properties of two environments, the digests of their tools, and their latencies."""
     from etude.environment.tells import examine, latencies
 
-    async with _place(places[0], tools, token) as one, _place(places[1], tools, token) as two:
+    async with _open_place(places[0], tools, token) as one, _open_place(places[1], tools, token) as two:
         seen: list[dict[str, str]] = []
         for workspace, digest in (one, two):
             seen.append({**await examine(workspace), "harness.tools": digest})
@@ -284,8 +284,8 @@ async def _look(
 
 
 @asynccontextmanager
-async def _place(place: str, tools: str, token: str | None) -> AsyncIterator[tuple[Workspace, str]]:
-    """A workspace in one environment, and the digest of its tools."""
+async def _open_place(place: str, tools: str, token: str | None) -> AsyncIterator[tuple[Workspace, str]]:
+    """Opens a workspace in an environment; yields it, and the digest of its tools."""
     from etude.environment.origins import Origin
     from etude.environment.remote import RemoteEnvironment
     from etude.environment.server import SessionHost, build_app

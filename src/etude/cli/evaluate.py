@@ -23,12 +23,12 @@ RUN = "run"
 
 
 class _TargetFirst(TyperGroup):
-    """Takes `etude eval TARGET` for `etude eval run TARGET`."""
+    """Interprets `etude eval TARGET` as `etude eval run TARGET`."""
 
     default_command = RUN
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Names the command where none is named."""
+        """Inserts the default command if none is given."""
         if args and args[0] not in (*self.commands, "--help"):
             args = [self.default_command, *args]
         return super().parse_args(ctx, args)

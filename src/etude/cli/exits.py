@@ -1,4 +1,4 @@
-"""How commands end: one clear message per error and an exit code, never a traceback for a mistake."""
+"""Error messages and exit codes of commands: one message per error, and no traceback for a user's mistake."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _PLACE_ERRORS = (
     errno.EISDIR,
     errno.EEXIST,
 )
-"""A file or directory that cannot be used as it was asked for."""
+"""Errors of a file or directory that cannot be used as requested."""
 
 
 class ErrorReportingGroup(TyperGroup):
-    """Reports our own errors in words; anything else is a defect and keeps its traceback."""
+    """Prints EtudeErrors as messages; any other exception is a defect and keeps its traceback."""
 
     def invoke(self, ctx: Any) -> Any:
-        """Runs the command. Raises typer.Exit with the exit code that the error deserves."""
+        """Runs the command. Raises typer.Exit with the exit code for the error."""
         try:
             return super().invoke(ctx)
         except (UserError, AgentError) as error:
@@ -49,11 +49,11 @@ class ErrorReportingGroup(TyperGroup):
             print_error(missing_package("this command", package_of(top)))
             raise typer.Exit(EXIT_MISTAKE) from None
         except BrokenPipeError as error:
-            gone = [pipe for pipe in (standard_output(), standard_error()) if pipe.has_left()]
+            gone = [pipe for pipe in (standard_output(), standard_error()) if pipe.reader_has_left()]
             if not gone:
                 raise
             for pipe in gone:
-                pipe.leave(error)
+                pipe.stop_writing(error)
             raise typer.Exit(EXIT_CLOSED_PIPE) from None
         except OSError as error:
             if error.errno not in _PLACE_ERRORS:
@@ -68,12 +68,12 @@ class ErrorReportingGroup(TyperGroup):
 
 
 def error_console() -> OutputConsole:
-    """A console on standard error, made anew so that it follows redirections."""
+    """A new console on standard error, so that it follows redirections."""
     return OutputConsole(stderr=True)
 
 
 def print_error(error: EtudeError) -> None:
-    """What is wrong, what was received and what to do about it, on standard error."""
+    """Prints an error's message, the received value and the fix on standard error."""
     what = f"{error.field}: {error.message}" if error.field else error.message
     console = error_console()
     console.print(Text.assemble(("error: ", "bold red"), what), soft_wrap=True)

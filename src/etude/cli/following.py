@@ -1,4 +1,4 @@
-"""New weights for a server while it runs: a run's checkpoints, as they are saved."""
+"""Updates a running server with new weights: a run's checkpoints, as they are saved."""
 
 from __future__ import annotations
 
@@ -24,43 +24,43 @@ _Stamp = tuple[int, str, int, int]
 
 
 class _OtherModelError(WeightUpdateError):
-    """A checkpoint that can never be served here."""
+    """A checkpoint of another model, which this server cannot serve."""
 
 
 @contextlib.asynccontextmanager
 async def following(
     engine: RunningEngine, directory: Path | None, served: PolicyVersion, loaded: Path | None
 ) -> AsyncIterator[None]:
-    """Looks for new weights in `directory` while the block lasts. None: nowhere."""
+    """Polls `directory` for new weights within the block. None: does nothing."""
     from etude.serving.sweeping import sweeping
 
     if directory is None:
         yield
         return
     follower = WeightFollower(engine, directory, served, loaded)
-    async with sweeping(follower.look, 2 * _POLL_S, _POLL_S):
+    async with sweeping(follower.poll, 2 * _POLL_S, _POLL_S):
         yield
 
 
 @dataclass(slots=True, eq=False)
 class WeightFollower:
-    """Puts each new checkpoint of a directory into service: under the lineage and step that a run gave it, or
-    as the next step of the lineage that is served.
+    """Puts each new checkpoint of a directory into service: with the lineage and step that a run gave it, or
+    as the next step of the lineage in service.
 
-    So, too, what the directory holds when it begins, unless that is what was loaded.
+    That includes the checkpoint that is there at the start, unless it was the one loaded.
     """
 
     engine: RunningEngine
     directory: Path
-    """A run, whose `latest` and `final` count, or a checkpoint that is replaced."""
+    """A run, of which `latest` and `final` are followed, or a checkpoint directory that is replaced."""
     version: PolicyVersion
-    """In service."""
+    """Version in service."""
     loaded: Path | None
-    """The checkpoint directory that the engine began with."""
+    """The checkpoint directory that the engine started with."""
     _seen: _Stamp | None = field(init=False, default=None)
-    """What is served, or can never be."""
-    _looked: _Stamp | None = field(init=False, default=None)
-    """What the last look found."""
+    """The checkpoint that is in service, or was refused."""
+    _polled: _Stamp | None = field(init=False, default=None)
+    """The checkpoint that the last poll found."""
 
     def __post_init__(self) -> None:
         found = self._newest()
@@ -71,21 +71,21 @@ class WeightFollower:
         ):
             self._seen = found
 
-    async def look(self) -> None:
-        """Puts the newest checkpoint into service if it is another one, and no longer written: the look
-        before found it as it is. What fails is reported and tried again, but for another model's; the
+    async def poll(self) -> None:
+        """Puts the newest checkpoint into service if it is new and no longer being written, that is unchanged
+        since the last poll. Failures are logged and retried, except for another model's checkpoint; the
         version in service stays."""
         try:
             found = await asyncio.to_thread(self._newest)
-            before, self._looked = self._looked, found
+            before, self._polled = self._polled, found
             if found is None or found != before or found == self._seen:
                 return
             await self._serve(Path(found[1]))
             self._seen = found
         except _OtherModelError as error:
-            self._seen = self._looked
+            self._seen = self._polled
             _log.error("new weights are not served: %s", error)
-        except Exception as error:  # whatever it is: following goes on
+        except Exception as error:  # polling continues after any error
             _log.error("new weights are not served, and tried again: %s", error)
 
     async def _serve(self, checkpoint: Path) -> None:
@@ -119,13 +119,13 @@ class WeightFollower:
         return version, dict(model.named_parameters())
 
     def _newest(self) -> _Stamp | None:
-        """When the newest checkpoint was last written to, where it lies, its bytes, and which file it is."""
+        """Modification time, path, size in bytes and inode of the newest checkpoint."""
         places = (self.directory, *(self.directory / "checkpoints" / name for name in ("latest", "final")))
         stamps: list[_Stamp] = []
         for place in places:
-            with contextlib.suppress(OSError):  # being replaced: the next look finds it
+            with contextlib.suppress(OSError):  # being replaced: the next poll finds it
                 config = (place / "config.json").stat()
                 files = [config, *(file.stat() for file in place.glob("*.safetensors*"))]
-                newest_ns, size = max(one.st_mtime_ns for one in files), sum(one.st_size for one in files)
+                newest_ns, size = max(file.st_mtime_ns for file in files), sum(file.st_size for file in files)
                 stamps.append((newest_ns, str(place), size, config.st_ino))
         return max(stamps, default=None)

@@ -1,4 +1,4 @@
-"""`etude model`: bring a published model in, and look at one."""
+"""`etude model`: import and inspect published models."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ def show_command(
         print_json(asdict(found))
         return
     computed = f"{found.architecture}, {found.parameters:,} parameters, computed natively"
-    elsewhere = f"trains through transformers, samples through vLLM ({found.foreign})"
+    foreign = f"trains through transformers, samples through vLLM ({found.foreign})"
     lines = {
-        "model": computed if found.architecture else elsewhere,
+        "model": computed if found.architecture else foreign,
         "window": f"{found.window:,} tokens",
         "weights": f"{found.weight_bytes:,} bytes",
         "tokenizer": f"{found.tokens:,} tokens, {found.control_tokens} of them control tokens",

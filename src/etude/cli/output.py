@@ -30,24 +30,24 @@ _VISIBLE |= dict.fromkeys(range(0xD800, 0xE000), 0xFFFD)
 
 
 def output_console() -> Console:
-    """A console on standard output, made anew so that it follows redirections."""
+    """A new console on standard output, so that it follows redirections."""
     return OutputConsole()
 
 
 def shown(text: str, style: str = "") -> Text:
-    """Text of an agent for a terminal: control characters, which could command it, become visible."""
+    """Text of an agent for a terminal: control characters, which could control it, become visible."""
     return Text(text.translate(_VISIBLE), style=style)
 
 
 def program() -> str:
-    """How this program can be called again: by its name, or as `.venv/bin/etude` if it is not on the path."""
-    beside, here = Path(sys.executable).with_name("etude"), Path.cwd()
-    is_near = not shutil.which("etude") and beside.is_relative_to(here)
-    return str(beside.relative_to(here)) if is_near else "etude"
+    """The command that runs this program: its name, or `.venv/bin/etude` if it is not on the path."""
+    installed, here = Path(sys.executable).with_name("etude"), Path.cwd()
+    is_near = not shutil.which("etude") and installed.is_relative_to(here)
+    return str(installed.relative_to(here)) if is_near else "etude"
 
 
 def print_json(value: Any) -> None:
-    """A value as indented JSON for programs."""
+    """Prints a value as indented JSON."""
     typer.echo(json.dumps(value, indent=2))
 
 
@@ -58,8 +58,8 @@ def print_table(
     right: Collection[int] = (),
     title: str | None = None,
 ) -> None:
-    """A line for each row, with headings above them if there are any. A cell that is None is empty. `right`:
-    columns of figures, by their numbers."""
+    """Prints a table, with headings if there are any. A cell that is None is empty. `right`: indices of
+    right-aligned columns."""
     style: dict[str, Any] = {"title_justify": "left", "title_style": "bold", "box": None, "pad_edge": False}
     table = Table(title=title, show_header=any(headings), **style)
     for number, heading in enumerate(headings):
@@ -71,7 +71,7 @@ def print_table(
 
 
 def print_comparisons(console: Console, title: str, rows: Sequence[Comparison]) -> None:
-    """Before, after and change, one row per figure."""
+    """Prints before, after and change, one row per figure."""
     if not rows:
         return
     lines: list[tuple[object, ...]] = []
@@ -84,7 +84,7 @@ def print_comparisons(console: Console, title: str, rows: Sequence[Comparison]) 
 
 
 def print_examples(console: Console, examples: Sequence[Mapping[str, Any]]) -> None:
-    """Sessions before and after training, side by side; long lines are folded, in pipes too."""
+    """Prints sessions before and after training in two columns; long lines are wrapped, in pipes too."""
     for example in examples:
         title = shown(str(example.get("title") or example.get("task", "")))
         table = Table(title=title, width=min(console.width, 160))
@@ -96,7 +96,7 @@ def print_examples(console: Console, examples: Sequence[Mapping[str, Any]]) -> N
 
 
 def print_suggestions(console: Console, suggestions: Sequence[Suggestion]) -> None:
-    """What to try next, with the commands."""
+    """Prints suggestions of what to try next, with the commands."""
     console.print(Text("what to try next", style="bold"))
     for suggestion in suggestions:
         console.print(Text(f"  {suggestion.reason}"))

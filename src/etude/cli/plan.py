@@ -1,4 +1,4 @@
-"""`etude plan`: what a run would take."""
+"""`etude plan`: an estimate of a run's memory, time and cost."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def _order(step: StepTimes) -> str:
 
 
 def _who(plan: Plan) -> str:
-    """What the run computes with."""
+    """The devices and processes of the run, in words."""
     processes, devices = plan.processes, plan.processes.devices
     text = "one machine" if processes.on_one_machine and devices == 1 else f"{devices} devices"
     if devices == 1 and not processes.on_one_machine:

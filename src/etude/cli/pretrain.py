@@ -13,7 +13,7 @@ import typer
 from etude.cli.config import SetOption
 from etude.cli.output import output_console, print_json, print_table
 from etude.cli.progress import open_observer
-from etude.cli.train import Asked, DropOption, config_to_run, with_short_forms
+from etude.cli.train import CommandRequest, DropOption, config_to_run, with_short_forms
 from etude.config import RunConfig
 from etude.errors import ConfigError
 from etude.observe import Observer, RunDirectory
@@ -53,7 +53,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print the report as JS
 Stage = tuple[
     Callable[[RunConfig], None], Callable[[RunConfig, RunDirectory, Observer, bool], dict[str, Any]]
 ]
-"""What refuses a configuration before there is a run, and what trains."""
+"""A function that validates the configuration before the run is created, and one that trains."""
 
 
 def _load_pretraining() -> Stage:
@@ -69,7 +69,7 @@ def _load_fine_tuning() -> Stage:
 
 
 def _stage_command(section: str, words: str, load: Callable[[], Stage]) -> Callable[..., None]:
-    """The command of a stage of next-token training, which has this section of the configuration."""
+    """Makes the command of a stage of next-token training, configured by `section`."""
 
     def command(
         config: ConfigOption = None,
@@ -87,13 +87,13 @@ def _stage_command(section: str, words: str, load: Callable[[], Stage]) -> Calla
         wanted = config_to_run(config, settings, resume, drop or [])
         if "name" not in wanted.model_fields_set:
             wanted = wanted.model_copy(update={"name": section})
-        asked = Asked(section, wanted, config, settings, resume, drop or [])
+        request = CommandRequest(section, wanted, config, settings, resume, drop or [])
         check, train = load()
         from etude.controller.ranks import follow_torchrun
 
-        if follow_torchrun(asked.config):  # torchrun started this process to follow the first one
+        if follow_torchrun(request.config):  # torchrun started this process to follow the first one
             return
-        with asked.run(check) as (run, settled):
+        with request.run(check) as (run, settled):
             report = train(settled, run, open_observer(), resume)
         _print_report(run, report, as_json)
 
@@ -122,8 +122,8 @@ def merge(
     draft_layers: int | None,
     ranks: int | None = None,
 ) -> list[str]:
-    """The overrides with the short forms appended, which so win. Raises ConfigError for a source without a
-    name."""
+    """The overrides with the short forms appended, which take precedence. Raises ConfigError for a source
+    without a name."""
     settings = list(overrides or [])
     for item in data or []:
         source, equals, path = item.partition("=")
@@ -140,7 +140,7 @@ def merge(
 
 
 def _print_report(run: RunDirectory, report: Mapping[str, Any], as_json: bool) -> None:
-    """What came out: held-out losses by source, what was read, and where the model is."""
+    """Prints the results: held-out losses and counts by source, and the path of the model."""
     if as_json:
         print_json(report)
         return

@@ -1,4 +1,4 @@
-"""Progress for people: a live bar on a terminal, a plain line now and then everywhere else."""
+"""Progress reports: a live bar on a terminal, otherwise a plain line from time to time."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SHOWN = {
 
 
 def describe_values(values: Mapping[str, float]) -> str:
-    """The figures worth watching, in a fixed order; the loss on what agents wrote where there is one."""
+    """The most important metrics, in a fixed order; the loss on agent tokens, if there is one."""
     left_out = {"loss"} if "agent_loss" in values else set[str]()
     return "  ".join(
         form.format(float(values[name]))
@@ -42,13 +42,13 @@ def describe_values(values: Mapping[str, float]) -> str:
 
 
 def open_observer() -> Observer:
-    """The observer that suits standard error."""
+    """An observer on standard error: with bars on a terminal, otherwise with plain lines."""
     console = error_console()
     return RichObserver(console) if console.is_terminal else PlainObserver(console)
 
 
 class RichObserver:
-    """A bar per stage, which stays when the stage is over."""
+    """Shows a bar per stage, which stays visible after the stage."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -57,7 +57,7 @@ class RichObserver:
         self._time_left = TimeLeft()
 
     def expect_stages(self, stages: Sequence[tuple[str, float]]) -> None:
-        """Keeps what the bars then show of the time left."""
+        """Sets the forecast from which the bars show the time left."""
         self._time_left.expect_stages(stages)
 
     def stage_begins(self, name: str, total_steps: int, unit: str = "step") -> None:
@@ -78,13 +78,13 @@ class RichObserver:
         self._task = self._progress.add_task(f"{name:<22}", total=total_steps or None, values="")
 
     def stage_advances(self, step: int, values: Mapping[str, float]) -> None:
-        """Moves the bar."""
+        """Updates the bar."""
         self._time_left.advance(step)
         if self._progress is not None and self._task is not None:
             self._progress.update(self._task, completed=step, values=describe_values(values))
 
     def stage_ends(self) -> None:
-        """Closes the bar as it stands."""
+        """Stops the bar in its current state."""
         if self._progress is not None:
             self._progress.stop()
         self._progress = self._task = None
@@ -95,7 +95,7 @@ class RichObserver:
 
 
 class _RateColumn(ProgressColumn):
-    """Steps per second, or seconds per step where that is less than one."""
+    """Steps per second, or seconds per step if that is less than one."""
 
     def __init__(self, time_left: TimeLeft, unit: str) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ class _RateColumn(ProgressColumn):
 
 
 class _TimeLeftColumn(_RateColumn):
-    """The time left, and of a stage that is over what it took."""
+    """The time left, or the duration of a finished stage."""
 
     max_refresh = 0.5
 
@@ -116,7 +116,7 @@ class _TimeLeftColumn(_RateColumn):
 
 
 class PlainObserver:
-    """A line when a stage begins and ends, and at most every `every_s` seconds between."""
+    """Prints a line when a stage begins and ends, and at most every `every_s` seconds in between."""
 
     def __init__(
         self, console: Console, every_s: float = 10.0, clock: Callable[[], float] = time.monotonic
@@ -132,7 +132,7 @@ class PlainObserver:
         self._begun_s = self._printed_s = 0.0
 
     def expect_stages(self, stages: Sequence[tuple[str, float]]) -> None:
-        """Keeps what the lines then say of the time left."""
+        """Sets the forecast from which the lines show the time left."""
         self._time_left.expect_stages(stages)
 
     def stage_begins(self, name: str, total_steps: int, unit: str = "step") -> None:
@@ -151,7 +151,7 @@ class PlainObserver:
             self._print_step()
 
     def stage_ends(self) -> None:
-        """Prints where the stage stands and what it took."""
+        """Prints the stage's final values and its duration."""
         if self._name:
             values = describe_values(self._values)
             steps = f"{count_steps(self._step, self._unit)} in " if self._step or self._total_steps else ""
@@ -177,7 +177,7 @@ def count_steps(count: int, unit: str) -> str:
 
 
 def rate_text(steps_per_s: float, unit: str = "step") -> str:
-    """`2.5 steps/s`, or `4.0 s/step` where a step takes longer than a second."""
+    """`2.5 steps/s`, or `4.0 s/step` if a step takes longer than a second."""
     if steps_per_s <= 0:
         return ""
     return f"{steps_per_s:.1f} {unit}s/s" if steps_per_s >= 1 else f"{1 / steps_per_s:.1f} s/{unit}"

@@ -55,8 +55,8 @@ def record() -> None:
     """Serve a model to other agent harnesses and record every token of their sessions."""
 
 
-def _take_store(store: Path, stack: contextlib.ExitStack) -> None:
-    """Keeps other servers from the directory until `stack` is closed. Raises ConfigError where one has it."""
+def _lock_store(store: Path, stack: contextlib.ExitStack) -> None:
+    """Locks the directory against other servers until `stack` is closed. Raises ConfigError if one has it."""
     try:
         stack.enter_context(locked(store, wait=False))
     except BlockingIOError:
@@ -100,9 +100,9 @@ def serve_command(
     in_the_clear = "keys would cross the network in the clear"
     check_host(host, certificate is not None, in_the_clear, "give --certificate and --key")
     store.mkdir(parents=True, exist_ok=True)
-    # Before the weights, which take long: a store or port that is taken is said at once.
+    # Before loading the weights, which takes long, so that a store or port in use is reported at once.
     with contextlib.ExitStack() as stack:
-        _take_store(store, stack)
+        _lock_store(store, stack)
         tenants = read_or_make_tenants(token_file or store / "tokens", SERVER)
         listeners = [stack.enter_context(listener) for listener in open_listeners(host, port)]
         speech = (grammar, template)
@@ -116,7 +116,7 @@ def serve_command(
         assert shelf is not None, "only the template `none` has no shelf, and it is refused"
 
         async def run() -> None:
-            """An engine that takes requests as they come, and the server before it, until a signal."""
+            """Runs the engine and the server until a signal."""
             choice = EngineChoice(num_slots, 0, kernels, 0)
             async with running_engine(opened, version, choice) as engine:
                 recordings = Recordings(engine.service, shelf, store, tenants, limits)

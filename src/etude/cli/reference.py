@@ -47,7 +47,7 @@ def _section(model: type[BaseModel], path: tuple[str, ...]) -> Iterator[str]:
 
 
 def _named_sections(field: FieldInfo) -> type[BaseModel] | None:
-    """The section of which a field holds any number, by names that the user gives; None for other fields."""
+    """The type of a field's sections by user-defined names; None for other fields."""
     arguments = get_args(field.annotation)
     if (
         get_origin(field.annotation) is dict

@@ -1,4 +1,4 @@
-"""`etude relay`: a weight store for one cluster, each of its bytes fetched once over the long link."""
+"""`etude relay`: a caching weight store for one cluster, which fetches each byte once over the long link."""
 
 from __future__ import annotations
 

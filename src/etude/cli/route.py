@@ -21,7 +21,7 @@ from etude.config.routing import LendingLoadConfig, LendingWindowConfig
 from etude.errors import UserError
 from etude.kit.secrets import read_secret_file
 
-# Options that are not given leave what the file says, or its defaults.
+# Options that are not given leave the file's values, or the defaults.
 ConfigOption = Annotated[
     Path | None, typer.Option("--config", help="Configuration file (TOML). Options take precedence.")
 ]
@@ -145,7 +145,7 @@ def route_command(
 
     token = read_token(admin_token_file, SERVER) if admin_token_file is not None else None
     borrowers = read_token(borrower_token_file, SERVER) if borrower_token_file is not None else None
-    # The replicas' token is somebody else's, so it is never made here.
+    # The replicas' token belongs to the replicas, so it is never created here.
     proxy = Proxy(chosen, read_secret_file(replica_token_file, "--replica-token-file") or "")
     serve(proxy, token, borrowers, certificate, key)
 
@@ -159,7 +159,7 @@ route_app.command("release")(release_command)
 
 
 def _changed(config: RouterConfig, given: Mapping[str, Any]) -> RouterConfig:
-    """`config` with the options that were given in place of its values. Raises ConfigError."""
+    """`config` with its values overridden by the given options. Raises ConfigError."""
     tree = config.model_dump()
     for name, value in given.items():
         if isinstance(value, dict) and name != "arms":
@@ -207,7 +207,7 @@ def _load(text: str) -> LendingLoadConfig:
 
 
 def _bad_lending(option: str, text: str, last: str, example: str, error: ValueError) -> UserError:
-    """What is wrong with a value of `option`, whose fourth part is `last`."""
+    """The error for an invalid value of `option`, whose fourth part has the form `last`."""
     message = f"must be LENDER,BORROWER,COUNT,{last}"
     if isinstance(error, ValidationError):
         problem = error.errors()[0]

@@ -1,4 +1,4 @@
-"""`etude route replicas|lend|recall|release`: a running router's replicas, shown and moved by hand."""
+"""`etude route replicas|lend|recall|release`: lists and moves the replicas of a running router."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def replicas_command(
     router: RouterOption = _URL, token: TokenOption = None, as_json: JsonOption = False
 ) -> None:
     """List a router's replicas with their pools, versions and load, and the runs that borrow them."""
-    rows = _ask(router, token, "GET", "/router/replicas", None)["replicas"]
+    rows = _send(router, token, "GET", "/router/replicas", None)["replicas"]
     if as_json:
         print_json(rows)
         return
@@ -55,7 +55,7 @@ def release_command(name: NameArgument, router: RouterOption = _URL, token: Toke
 
 
 def _change(router: str, token: Path | None, name: str, what: str, body: dict[str, Any]) -> dict[str, Any]:
-    return _ask(router, token, "POST", f"/router/replicas/{quote(name, safe=':')}/{what}", body)
+    return _send(router, token, "POST", f"/router/replicas/{quote(name, safe=':')}/{what}", body)
 
 
 def _print_row(row: dict[str, Any]) -> None:
@@ -66,7 +66,7 @@ def _print_row(row: dict[str, Any]) -> None:
     typer.echo(f"{row['name']}: {row['state']}, {at}{by_hand}{lent}, {version}, {row['running']} running")
 
 
-def _ask(
+def _send(
     router: str, token: Path | None, method: str, path: str, body: dict[str, Any] | None
 ) -> dict[str, Any]:
     from etude.serving.client import Answer, NoAnswerError, SyncClient, message_of

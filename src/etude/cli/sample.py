@@ -1,4 +1,4 @@
-"""`etude sample`: a cluster that plays a run's sessions."""
+"""`etude sample`: runs sessions of a training run on another cluster."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def sample_command(
 async def _play(
     control: str, token: str | None, name: str, overrides: list[str], options: dict[str, Any]
 ) -> tuple[dict[str, float], bool]:
-    """What was done, and whether a second signal cut it short."""
+    """Counts of the work done, and whether a second signal interrupted it."""
     # Heavy: torch comes with it.
     from etude.controller.clusters.client import ControlClient
     from etude.controller.clusters.joining import sample

@@ -1,4 +1,4 @@
-"""`etude sandbox run`, `doctor` and `image`: what needs no server. The rest is in `sandbox_server.py`."""
+"""`etude sandbox run`, `doctor` and `image`, which need no server. The others are in `sandbox_server.py`."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from etude.cli.sandbox_options import (
     MemoryOption,
     StateOption,
     exit_code,
-    joined,
+    forward_output,
     make_network,
     make_resources,
     make_template,
-    pass_on,
+    shell_command,
 )
 from etude.cli.sandbox_server import add_server_commands
 from etude.errors import EtudeError, UserError
@@ -42,20 +42,20 @@ sandbox_app = typer.Typer(
 
 _CHECKED = ("local", "gvisor", "vm", "docker", "podman")
 _TRIAL_S = 180.0
-"""Longest trial: a guest under emulation boots for a while the first time."""
+"""Time limit of a trial: the first boot of an emulated guest takes long."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Finding:
-    """What is known of one backend here."""
+    """The result of trying one backend on this machine."""
 
     backend: str
     works: bool
     start_s: float | None
-    """Time of start + first command of the trial."""
+    """Duration of start and first command in the trial."""
     isolation: str
     problems: tuple[str, ...]
-    """Each with its fix."""
+    """Problems, each with its fix."""
 
 
 @sandbox_app.command("run", context_settings={"allow_interspersed_args": False})
@@ -91,7 +91,7 @@ def run_command(
         try:
             template = make_template(directory, image, state)
             sandbox = await opened.create(template, make_resources(memory_mb, disk_mb), make_network(allow))
-            result = await sandbox.commands.run(joined(command), timeout_s, on_output=pass_on)
+            result = await sandbox.commands.run(shell_command(command), timeout_s, on_output=forward_output)
             if save is not None:
                 await sandbox.files.download(".", save)
         finally:
@@ -125,7 +125,7 @@ def doctor_command(as_json: JsonOption = False, state: StateOption = None) -> No
 
 
 async def _examine(name: str, state: Path | None) -> Finding:
-    """Tries a backend for real: start, a command, kill."""
+    """Tries a backend: starts a sandbox, runs a command, kills it."""
     from etude.sandbox.backends import open_backend
 
     try:

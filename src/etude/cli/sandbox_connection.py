@@ -1,4 +1,4 @@
-"""How `etude sandbox` finds a server, and does something with it or with one of its sandboxes."""
+"""Connections of `etude sandbox` to a server, or to one of its sandboxes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 
 NOTE = "server.json"
-"""File of a state directory in which a server notes its address."""
+"""File of a state directory in which a server stores its address."""
 ServerOption = Annotated[
     str | None,
     typer.Option("--server", help="Server address (http://HOST:PORT). Default: the one on this machine."),
@@ -34,7 +34,7 @@ def on_server(
     state: Path | None,
     backend: str | None = None,
 ) -> Result:
-    """Does something with a server, and lets what lives there live on."""
+    """Calls `work` with a server, whose sandboxes continue afterwards; returns its result."""
     url, token = find_server(server, token_file, state)
 
     async def connected() -> Result:
@@ -56,7 +56,7 @@ def in_sandbox(
     token_file: Path | None,
     state: Path | None,
 ) -> Result:
-    """Does something with a sandbox by its id."""
+    """Calls `work` with the sandbox of this id; returns its result."""
 
     async def connected(remote: RemoteBackend) -> Result:
         return await work(await remote.connect(sandbox))
@@ -65,7 +65,7 @@ def in_sandbox(
 
 
 def find_server(server: str | None, token_file: Path | None, state: Path | None) -> tuple[str, str | None]:
-    """(address, token). Raises UserError if no server is named and none runs here, and as `read_secret`."""
+    """(address, token). Raises UserError without a named or a local server, and as `read_secret_file`."""
     from etude.kit.durable import read_record
     from etude.sandbox.machine_backend import default_state_directory
 

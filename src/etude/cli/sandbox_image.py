@@ -1,4 +1,4 @@
-"""`etude sandbox image`: guest images, images from Dockerfiles, OCI archives in and out."""
+"""`etude sandbox image`: guest images, images from Dockerfiles, import and export of OCI archives."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def build_command(
 
 @image_app.command("prune")
 def prune_command(state: StateOption = None) -> None:
-    """Remove what builds left to make others faster. The images stay."""
+    """Remove the build cache. The images stay."""
     from etude.sandbox.images.buildah import remove_storage
     from etude.sandbox.images.building import BUILDAH
 
@@ -160,7 +160,7 @@ async def _build_guest(state: Path) -> str:
 
 
 def _pairs(option: str, words: list[str] | None) -> dict[str, str]:
-    """NAME=VALUE words. Raises UserError."""
+    """Parses NAME=VALUE words. Raises UserError."""
     pairs = [word.partition("=") for word in words or ()]
     for key, equals, value in pairs:
         if not key or not equals:

@@ -1,4 +1,4 @@
-"""Options that several `etude sandbox` commands share, and what they stand for."""
+"""Options that several `etude sandbox` commands share, and their conversion to sandbox types."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ StateOption = Annotated[
 
 
 def make_template(directory: Path | None, image: str | None, state: Path | None) -> Template:
-    """What the sandbox starts with. Raises UserError for what does not exist."""
+    """The template of the sandbox. Raises UserError for a directory or image that does not exist."""
     from etude.sandbox.backends import IMAGES
     from etude.sandbox.images.image_store import ImageStore
     from etude.sandbox.machine_backend import default_state_directory
@@ -62,7 +62,7 @@ def make_template(directory: Path | None, image: str | None, state: Path | None)
 
 
 def make_resources(memory_mb: int, disk_mb: int) -> Resources:
-    """What the sandbox may use."""
+    """The resource limits of the sandbox."""
     from etude.sandbox.types import Resources
 
     return Resources(
@@ -76,14 +76,14 @@ def make_resources(memory_mb: int, disk_mb: int) -> Resources:
 
 
 def make_network(allow: list[str] | None) -> Network:
-    """What the sandbox may reach."""
+    """The hosts that the sandbox may reach."""
     from etude.sandbox.types import Network
 
     return Network(tuple(allow or ()))
 
 
-def joined(words: list[str]) -> str:
-    """The words of a command line as one shell command. Raises UserError for none."""
+def shell_command(words: list[str]) -> str:
+    """Joins the words of a command line to one shell command. Raises UserError if there are none."""
     if words[:1] == ["--"]:
         words = words[1:]
     if not words:
@@ -91,15 +91,15 @@ def joined(words: list[str]) -> str:
     return words[0] if len(words) == 1 else shlex.join(words)
 
 
-def pass_on(stream: int, data: bytes) -> None:
-    """Output of a command, as it comes."""
+def forward_output(stream: int, data: bytes) -> None:
+    """Writes a command's output to our own, as it arrives."""
     target = sys.stdout if stream == 1 else sys.stderr
     target.buffer.write(data)
     target.buffer.flush()
 
 
 def exit_code(result: CommandResult) -> int:
-    """What the process exits with after a command: its code, 128 + the signal, or 124 at the timeout."""
+    """Our exit code after a command: its own, 128 + the signal, or 124 at the timeout."""
     if result.timed_out:
         return 124
     return result.exit_code if result.exit_code >= 0 else 128 - result.exit_code

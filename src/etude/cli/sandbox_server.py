@@ -1,6 +1,6 @@
-"""`etude sandbox serve` and the commands that talk to it: create, list, exec, fork, pause, and so on.
+"""`etude sandbox serve` and its client commands: create, list, exec, fork, pause, and so on.
 
-A server notes its address in `server.json` of the state directory, so that the others find it by themselves.
+A server stores its address in `server.json` of the state directory, where the client commands find it.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from etude.cli.sandbox_options import (
     MemoryOption,
     StateOption,
     exit_code,
-    joined,
+    forward_output,
     make_network,
     make_resources,
     make_template,
-    pass_on,
+    shell_command,
 )
 from etude.cli.serving_options import AllowedHostOption, CertificateOption, KeyOption
 from etude.errors import SandboxError, UserError
@@ -129,7 +129,7 @@ def serve_command(
 
 
 def _refuse_second(note: Path) -> None:
-    """Raises UserError while another server lives on the same state directory."""
+    """Raises UserError if another server runs on the same state directory."""
     from etude.kit.durable import read_record
     from etude.kit.leftovers import is_owner_alive
 
@@ -211,7 +211,7 @@ def exec_command(
     """
 
     async def work(found: Sandbox) -> int:
-        result = await found.commands.run(joined(command), timeout_s, on_output=pass_on)
+        result = await found.commands.run(shell_command(command), timeout_s, on_output=forward_output)
         return exit_code(result)
 
     raise typer.Exit(in_sandbox(work, sandbox, server, token_file, state))

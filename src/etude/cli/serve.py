@@ -107,17 +107,17 @@ def serve_command(
     )
     engine.choose_place()
     keys, admin_token = _access(host, tokens_file, admin_token_file, KeyLimits(key_requests, key_tokens))
-    # Before the weights, which take long: a port that is taken is said at once.
+    # Before loading the weights, which takes long, so that a port in use is reported at once.
     with contextlib.ExitStack() as stack:
         listeners = [stack.enter_context(listener) for listener in open_listeners(host, port)]
         opened = open_checkpoint(model, name, (grammar, template), max_context, max_answer)
         version = PolicyVersion(lineage or opened.served.name, step)
 
         async def run() -> None:
-            """An engine that takes requests as they come, and the server before it, until a signal."""
+            """Runs the engine and the server until a signal."""
             async with running_engine(opened, version, engine) as running:
                 service = running.service
-                # Who has no administrator is not lent.
+                # A replica without an administrator's token cannot be lent.
                 desk = _desk(running, opened, engine) if admin_token else None
                 state = ServerState(
                     opened.served,
@@ -144,7 +144,7 @@ def serve_command(
 
 
 def _access(host: str, tokens: Path | None, admin_token: Path | None, limits: KeyLimits) -> tuple[Keys, str]:
-    """The keys, and the administrator's token: empty where there is none. Raises ConfigError."""
+    """The API keys, and the administrator's token, which may be empty. Raises ConfigError."""
     from etude.inference.server import Keys, check_address, read_keys
     from etude.inference.server.app import SERVER
     from etude.sandbox.server import read_token
@@ -155,7 +155,7 @@ def _access(host: str, tokens: Path | None, admin_token: Path | None, limits: Ke
 
 
 def _desk(engine: RunningEngine, opened: OpenedModel, choice: EngineChoice) -> LoanDesk:
-    """What lends the engine to runs."""
+    """The LoanDesk that lends the engine to runs."""
     from etude.inference.exchange import Build
     from etude.inference.server.loans import LoanDesk
 

@@ -1,4 +1,4 @@
-"""A model as commands serve it: read from its directory, spoken to in its own way, in an engine."""
+"""Models for the commands that serve: loading from a directory, chat format, and a running engine."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ ServedTemplate = Literal[TemplateName, "none"]
 
 @dataclass(frozen=True, slots=True)
 class OpenedModel:
-    """A model read from its directory, and how it is spoken to."""
+    """A model that was loaded from a directory, and its chat format."""
 
     weights: LanguageModel
     served: ServedModel
     directory: Path
-    """The checkpoint."""
+    """Directory of the checkpoint."""
 
 
 def open_checkpoint(
@@ -54,8 +54,8 @@ def open_checkpoint(
     max_answer: int,
     context_option: str = "--max-context",
 ) -> OpenedModel:
-    """Reads a checkpoint directory, or the last checkpoint of a run. `speech`: grammar and template.
-    `context_option`: as which the command knows `max_context`.
+    """Loads a checkpoint directory, or the last checkpoint of a run. `speech`: grammar and template.
+    `context_option`: the command's option for `max_context`.
 
     Raises CheckpointError, RunDirectoryError, ConfigError.
     """
@@ -102,7 +102,7 @@ def open_checkpoint(
 
 
 def _end_tokens(directory: Path, tokenizer: Tokenizer) -> frozenset[int]:
-    """What a Hugging Face directory says of the tokens that end an answer."""
+    """The tokens that end an answer, from the files of a Hugging Face directory."""
     found: set[int] = set()
     for file in ("generation_config.json", "config.json"):
         try:
@@ -115,13 +115,13 @@ def _end_tokens(directory: Path, tokenizer: Tokenizer) -> frozenset[int]:
             ) from error
         value = document.get("eos_token_id") if isinstance(document, dict) else None
         listed = value if isinstance(value, list) else [value]
-        found |= {one for one in listed if isinstance(one, int) and 0 <= one < tokenizer.vocab_size}
+        found |= {token for token in listed if isinstance(token, int) and 0 <= token < tokenizer.vocab_size}
     return frozenset(found)
 
 
 @dataclass(frozen=True, slots=True)
 class EngineChoice:
-    """How large the engine is made."""
+    """Size, kernels and number formats of the engine."""
 
     num_sessions: int
     cache_bytes: int
@@ -132,24 +132,24 @@ class EngineChoice:
     weight_dtype: str = "auto"
 
     def choose_place(self) -> Place:
-        """Where and how the engine computes. Raises UserError for a number format that its kernels do not
-        have, ResourceError for kernels."""
+        """Device, number format and kernels of the engine. Raises UserError for a number format that the
+        kernels do not support, ResourceError for unavailable kernels."""
         from etude.controller.compute import choose_place, choose_weight_dtype
         from etude.inference.cache import cache_type
 
         try:
             place = choose_place(kernels=self.kernels)
-            if place.device == "cuda":  # there all that lies on the device has one format
+            if place.device == "cuda":  # there is one number format for everything on the device
                 place = choose_place(place.device, self.weight_dtype, place.kernels)
             choose_weight_dtype(self.weight_dtype, place)
             cache_type(self.cache_dtype, place.kernels, place.dtype)
         except ConfigError as error:
-            raise _as_of_options(error) from error
+            raise _option_error(error) from error
         return place
 
     def make(self, opened: OpenedModel) -> Engine:
-        """Raises ResourceError where one context does not fit into memory, ConfigError where draft layers
-        are missing, and what `choose_place` raises."""
+        """Creates the engine. Raises ResourceError if one context does not fit into memory, ConfigError if
+        draft layers are missing, and as `choose_place`."""
         from etude.controller.compute import choose_weight_dtype
         from etude.inference import Engine, choose_drafts
         from etude.inference.cache import cache_type
@@ -175,13 +175,13 @@ class EngineChoice:
 
     @property
     def numerics(self) -> dict[str, str]:
-        """What decides the bits of a token, beside the weights: reported to runs that borrow the replica."""
+        """The settings besides the weights that determine the bits of results, for runs that borrow it."""
         from etude.controller.borrowed_engine import engine_numerics
 
         return engine_numerics(self.choose_place(), self.weight_dtype, self.cache_dtype)
 
     def _num_pages(self, opened: OpenedModel, longest: int, place: Place, cache_dtype: CacheFormat) -> int:
-        """Pages that the memory has room for, of those that all sessions at their longest would take."""
+        """Number of pages that fit into memory, at most those of all sessions at their longest."""
         from etude.controller.compute import free_memory_bytes
         from etude.inference import page_bytes, pages_for
 
@@ -198,8 +198,8 @@ class EngineChoice:
         return min(memory // one_page, self.num_sessions * least)
 
 
-def _as_of_options(error: ConfigError) -> UserError:
-    """What is wrong with a setting of the configuration, for who chose it by an option."""
+def _option_error(error: ConfigError) -> UserError:
+    """Rewrites the error of a configuration key for the command-line option that set it."""
     field = (error.field or "").removeprefix("engine.").replace("_", "-")
     fix = _SETTING.sub(lambda found: f"choose --{found[1].replace('_', '-')} {found[2]}", error.fix or "")
     return UserError(error.message, field=f"--{field}", received=error.received, fix=fix or None)
@@ -207,21 +207,21 @@ def _as_of_options(error: ConfigError) -> UserError:
 
 @dataclass(frozen=True, slots=True)
 class RunningEngine:
-    """An engine that serves."""
+    """An engine in service."""
 
     service: EngineService
     manifest: WeightManifest
-    """In service."""
+    """Manifest of the weights in service at the start."""
     config: ModelConfig
-    """Of the model."""
+    """Configuration of the model."""
 
 
 @contextlib.asynccontextmanager
 async def running_engine(
     opened: OpenedModel, version: PolicyVersion, choice: EngineChoice
 ) -> AsyncIterator[RunningEngine]:
-    """The model in an engine that takes requests as they come, and steps in a thread. It takes new weights
-    from `memory:` and `file:` URLs.
+    """Runs the model in an engine that steps in a thread and schedules requests as they arrive. It accepts
+    new weights from `memory:` and `file:` URLs.
 
     Raises ConfigError and ResourceError.
     """
@@ -238,5 +238,5 @@ async def running_engine(
         await service.activate(manifest.version)
         yield RunningEngine(service, manifest, opened.weights.config)
     finally:
-        with contextlib.suppress(Exception):  # a loop that failed has ended its requests
+        with contextlib.suppress(Exception):  # a failed loop has already ended its requests
             await service.__aexit__()

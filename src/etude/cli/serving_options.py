@@ -1,4 +1,4 @@
-"""Options that the commands which serve something share."""
+"""Options that the serving commands share."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ def sessions_command(
     from etude.kit.durable import make_directory
 
     run_config = resolve_run_servers(load_config(config, settings or []))
-    # To say now, and not once the sessions were played, that nothing can be written there.
+    # To report an unwritable file now, and not after the sessions have been generated.
     if file.is_dir():
         raise ConfigError("is a directory", field="FILE", received=str(file), fix="name a file in it")
     make_directory(file.parent)
@@ -142,15 +142,15 @@ def check_command(
     run_config = load_config(config, [*(settings or []), *chosen])
     checked = check_task_set(directory, "DIR", run_config, open_observer())
     if as_json:
-        print_json([one.to_document() for one in checked])
+        print_json([task.to_document() for task in checked])
     else:
-        for one in checked:
-            if one.report.reason is not None:
-                typer.echo(f"{one.name}: fails: {one.report.reason}")
-            for words in one.report.forgeable:
-                typer.echo(f"{one.name}: forgeable: {words}")
-    num_failed = sum(one.report.reason is not None for one in checked)
-    num_forgeable = sum(bool(one.report.forgeable) for one in checked)
+        for task in checked:
+            if task.report.reason is not None:
+                typer.echo(f"{task.name}: fails: {task.report.reason}")
+            for words in task.report.forgeable:
+                typer.echo(f"{task.name}: forgeable: {words}")
+    num_failed = sum(task.report.reason is not None for task in checked)
+    num_forgeable = sum(bool(task.report.forgeable) for task in checked)
     words = f"{len(checked) - num_failed} of {len(checked)} tasks are verified, {num_forgeable} are forgeable"
     error_console().print(words, highlight=False)
     if num_failed:
@@ -179,7 +179,7 @@ def calibrate_command(
 @tasks_app.command("make")
 def make_command(
     repo: Annotated[Path, typer.Argument(help="Checkout, or unpacked source distribution, of a project.")],
-    out: Annotated[Path, typer.Option(help="Directory of the tasks; one that was begun is gone on with.")],
+    out: Annotated[Path, typer.Option(help="Directory of the tasks; continues one that was begun.")],
     releases: Annotated[
         list[Path] | None,
         typer.Option(
@@ -205,10 +205,10 @@ def make_command(
 ) -> None:
     """Make verified tasks from a Python project that has tests.
 
-    Its tests run many times, so that flaky ones decide nothing. Then its code is changed: past commits or
-    releases are undone, bugs planted, features deleted, working code written worse. What the tests notice, or
-    ruff of working code, becomes a task, if its solution earns 1 and doing nothing 0. Killed at any time, the
-    same command goes on. Exits with 1 if no task was made.
+    Its tests run many times, so that flaky ones are not used. Then its code is changed: past commits or
+    releases are undone, bugs planted, features deleted, working code written worse. A change that the tests
+    notice (or ruff, in working code) becomes a task, if its solution earns 1 and doing nothing 0. If killed,
+    the same command continues. Exits with 1 if no task was made.
     """
     from etude.config import load_config
     from etude.controller.task_making import make_task_set
@@ -248,9 +248,9 @@ def import_command(
 ) -> None:
     """Turn rows of solved issues, as SWE-bench has them, into Harbor task directories.
 
-    Nothing of a repository is fetched or run: `etude tasks check` then tries the tasks. An image that is one
-    of Debian's bases (`etude sandbox image list`) and not there yet is made of Debian's packages. A row of
-    which no task can be made is in report.json with its reason. Exits with 1 if no task was made.
+    No repository is fetched or run: `etude tasks check` then tries the tasks. A missing image that is one of
+    Debian's bases (`etude sandbox image list`) is built from Debian's packages. Rows that cannot become tasks
+    are listed in report.json with the reason. Exits with 1 if no task was made.
     """
     from etude.config import load_config
     from etude.controller.task_making import import_task_set
@@ -268,7 +268,7 @@ def import_command(
 
 
 def _print_report(report: MakeReport) -> None:
-    """Counts for each stage, and the reasons of the rejects."""
+    """Prints counts for each stage, and the reasons of rejections."""
     rows = [
         (len(report.baseline.stable), "tests that decide"),
         (report.num_twinned, "of these that exams can change"),
@@ -292,7 +292,7 @@ def _print_report(report: MakeReport) -> None:
 def _read_tasks(
     split: str, numbers: range, seed: int | None, config: Path | None, settings: list[str] | None
 ) -> Iterator[Task]:
-    """Tasks of the configured family; fewer where a split has no more. A finite set is read once."""
+    """Tasks of the configured family; fewer if the split has no more. A finite set is read once."""
     from etude.config import load_config
     from etude.controller.families import check_split, open_family
 

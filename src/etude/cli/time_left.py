@@ -7,18 +7,18 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 _WINDOW_S = 30.0
-"""Steps of so long count: a stage's first steps are slow, and a machine's speed may change."""
+"""Window of recent steps: a stage's first steps are slow, and a machine's speed may change."""
 _LEAST_REPORTS = 4
 
 
 class TimeLeft:
-    """Follows a run's stages. Times in seconds, of `clock`. Implements `Observer`."""
+    """Estimates the time left from a run's reports. Times are in seconds of `clock`. Implements Observer."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._expected: dict[str, float] = {}
         self._slowness = 1.0
-        """Of recent steps, over what was expected of them."""
+        """Duration of recent steps, divided by their forecast."""
         self._name = ""
         self._total_steps = self._step = 0
         self._begun_s = 0.0
@@ -29,13 +29,13 @@ class TimeLeft:
         self._expected = dict(stages)
 
     def begin(self, name: str, total_steps: int) -> None:
-        """A stage begins, or goes on: at which step, its first report says."""
+        """A stage begins, or is resumed at the step of its first report."""
         self._name, self._total_steps, self._step = name, total_steps, 0
         self._begun_s = self._clock()
         self._reports.clear()
 
     def advance(self, step: int) -> None:
-        """So many steps of the stage are done."""
+        """Records that `step` steps of the stage are done."""
         now_s, self._step = self._clock(), step
         self._reports.append((now_s, step))
         while len(self._reports) > _LEAST_REPORTS and now_s - self._reports[1][0] > _WINDOW_S:
@@ -45,7 +45,7 @@ class TimeLeft:
 
     @property
     def steps_per_s(self) -> float:
-        """Between recent reports; 0 where there is one at most."""
+        """Rate between recent reports; 0 with fewer than two."""
         if len(self._reports) < 2:
             return 0.0
         (first_s, first), (last_s, last) = self._reports[0], self._reports[-1]
@@ -53,7 +53,7 @@ class TimeLeft:
 
     @property
     def stage_s(self) -> float | None:
-        """Of this stage: by recent steps, before there are any by the forecast."""
+        """Time left of this stage: by recent steps, or by the forecast until there are any."""
         if self._total_steps and self.steps_per_s:
             since_s = self._clock() - self._reports[-1][0]
             return max(0.0, (self._total_steps - self._step) / self.steps_per_s - since_s)
@@ -66,7 +66,7 @@ class TimeLeft:
 
     @property
     def run_s(self) -> float | None:
-        """Of the whole run: what follows this stage takes as much longer than forecast as its steps do."""
+        """Time left of the run: later stages are assumed to exceed their forecast as much as this one."""
         stage_s = self.stage_s
         if stage_s is None or self._name not in self._expected:
             return None
@@ -75,7 +75,7 @@ class TimeLeft:
         return stage_s + self._slowness * later_s
 
     def words(self) -> str:
-        """`40 s left, 12 min of the run`; empty where nothing is known."""
+        """`40 s left, 12 min of the run`; empty without an estimate."""
         stage_s, run_s = self.stage_s, self.run_s
         if stage_s is None:
             return ""
@@ -83,7 +83,7 @@ class TimeLeft:
 
 
 def duration(seconds: float) -> str:
-    """`40 s`, `12 min`, `3.5 h`: as exact as a guess deserves."""
+    """`40 s`, `12 min`, `3.5 h`: with the precision of an estimate."""
     if seconds < 100:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

@@ -1,4 +1,4 @@
-"""`etude tokenizer`: vocabularies for models from scratch."""
+"""`etude tokenizer`: trains tokenizers for models that start from random weights."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ MAY_CHANGE_ON_RESUME = frozenset(
     | {f"parallel.{key}" for key in ("ranks", "fsdp", "expert", "context", "tensor", "timeout_s")}
 )
 MAY_CHANGE_WITHIN = ("cluster.", "clusters.", "elastic.", "plan.", "sandbox.servers.")
-"""Sections of which all keys may."""
+"""Sections of which all keys may change on resume."""
 
 DropOption = Annotated[
     list[str] | None,
@@ -104,8 +104,8 @@ def train_command(
     else:
         from etude.controller.train import train
 
-    asked = Asked("train", run_config, config, settings, resume, drop or [])
-    with asked.run(partial(check_start, observer=open_observer())) as (run, run_config):
+    request = CommandRequest("train", run_config, config, settings, resume, drop or [])
+    with request.run(partial(check_start, observer=open_observer())) as (run, run_config):
         report = train(run_config, run, open_observer(), resume)
         build_report(run)
     if as_json:
@@ -117,8 +117,8 @@ def train_command(
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """What a command was asked for."""
+class CommandRequest:
+    """The arguments of a training command, and the configuration from them."""
 
     command: str
     config: RunConfig
@@ -129,9 +129,10 @@ class Asked:
 
     @contextlib.contextmanager
     def run(self, check: Callable[[RunConfig], None]) -> Iterator[tuple[RunDirectory, RunConfig]]:
-        """The run to begin or to go on with, and its settled configuration: within it, it is trained.
+        """Creates or resumes the run; yields it and its settled configuration, for training within the block.
 
-        A new run that is refused leaves no directory. After Ctrl-C says how to go on, and raises typer.Exit.
+        A new run that is refused leaves no directory. After Ctrl-C, prints how to resume, and raises
+        typer.Exit.
         """
         from etude.controller.starting import resolve_run_servers  # heavy, as its callers' imports
 
@@ -154,7 +155,7 @@ class Asked:
 
 
 def print_result(run: RunDirectory, report: dict[str, Any]) -> None:
-    """What came out, for people."""
+    """Prints the results of a run."""
     from etude.observe.report import behaviour_comparisons, headline, next_steps, results_comparisons
 
     console = output_console()
@@ -171,7 +172,7 @@ def print_result(run: RunDirectory, report: dict[str, Any]) -> None:
 
 
 def print_recorded(run: RunDirectory, report: dict[str, Any]) -> None:
-    """What a run on recorded trajectories came to, for people."""
+    """Prints the results of a run on recorded trajectories."""
     console = output_console()
     passed = ", ".join(f"{count} {reason}" for reason, count in sorted(report["passed_groups"].items()))
     console.print(
@@ -187,14 +188,14 @@ def print_recorded(run: RunDirectory, report: dict[str, Any]) -> None:
 def with_short_forms(
     overrides: Sequence[str], numbers: Mapping[str, int | None], texts: Mapping[str, str | Path | None]
 ) -> list[str]:
-    """The overrides with the short forms appended, which so win."""
+    """The overrides with the short forms appended, which take precedence."""
     short = [f"{key}={number}" for key, number in numbers.items() if number is not None]
     short += [f"{key}={json.dumps(str(text))}" for key, text in texts.items() if text is not None]
     return [*overrides, *short]
 
 
 def config_to_run(file: Path | None, settings: list[str], resume: bool, dropped: Sequence[str]) -> RunConfig:
-    """The configuration that a command asks for. `dropped`: of `--drop`. Raises ConfigError."""
+    """The configuration of a command. `dropped`: the keys of `--drop`. Raises ConfigError."""
     if dropped and not resume:
         raise ConfigError(
             "is only valid with --resume",
@@ -206,12 +207,12 @@ def config_to_run(file: Path | None, settings: list[str], resume: bool, dropped:
         return load_config(file, settings, dropped)
     except UnknownKeyError as error:
         if resume:
-            raise _vanished(error, "this version does not know the key") from error
+            raise _unknown_key_error(error, "this version does not know the key") from error
         raise
 
 
-def _vanished(error: UnknownKeyError, message: str) -> UnknownKeyError:
-    """What to do about a key that an older version knew."""
+def _unknown_key_error(error: UnknownKeyError, message: str) -> UnknownKeyError:
+    """The error for a key that only an older version knew."""
     return UnknownKeyError(
         message,
         field=error.field,
@@ -222,16 +223,18 @@ def _vanished(error: UnknownKeyError, message: str) -> UnknownKeyError:
 
 
 def resumed_run(config: RunConfig, dropped: Sequence[str] = ()) -> tuple[RunDirectory, RunConfig]:
-    """The run to go on with, without the keys of `--drop`, and the configuration with what its MCP servers
-    offered then. Raises RunDirectoryError where it was begun with another configuration, ConfigError with a
+    """The run to resume, without the keys of `--drop`, and the configuration with the stored descriptions of
+    its MCP servers. Raises RunDirectoryError if it was started with another configuration, ConfigError for a
     key that this version does not know."""
     run = RunDirectory.open(Path(config.runs_directory) / config.name)
     try:
         run.drop_keys(dropped)
         begun_with = run.config
     except UnknownKeyError as error:
-        raise _vanished(error, "the run was started with a key that this version does not know") from error
-    config = _as_described(config, begun_with)
+        raise _unknown_key_error(
+            error, "the run was started with a key that this version does not know"
+        ) from error
+    config = _with_described_tools(config, begun_with)
     stored, wanted = _flatten(begun_with), _flatten(config)
     asked = run.environment.get("asked", {})  # where a time limit has become other steps
     for key in dict.fromkeys((*wanted, *stored)):
@@ -249,8 +252,8 @@ def resumed_run(config: RunConfig, dropped: Sequence[str] = ()) -> tuple[RunDire
     return run, config
 
 
-def _as_described(config: RunConfig, stored: RunConfig) -> RunConfig:
-    """With what the MCP servers of the stored run offer: they are not asked again."""
+def _with_described_tools(config: RunConfig, stored: RunConfig) -> RunConfig:
+    """`config` with the stored run's descriptions of its MCP servers, which are not queried again."""
     mcp = dict(config.agent.mcp)
     for name in mcp.keys() & stored.agent.mcp.keys():
         described = mcp[name].described or stored.agent.mcp[name].described

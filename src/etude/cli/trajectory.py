@@ -1,4 +1,4 @@
-"""`etude trajectory`: list, show and compare stored sessions; `replay` and `fork` are beside this."""
+"""`etude trajectory`: list, show and compare stored sessions; see also `trajectory_replaying`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which trajectory is meant: an id or a part of it, in named runs or in those at hand, or an ATIF file."""
+"""Finds a trajectory by an id or a part of one, in named runs or those in `runs/`, or in an ATIF file."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ ID_HELP = (
     "Session id, a unique part of one, or an ATIF file. Name the run before it; default: every run in runs/."
 )
 RUNS = Path("runs")
-"""Where runs are looked for unless they are named."""
+"""Default directory in which runs are searched."""
 _MOST_SHOWN = 5
 _MOST_COMPARED = 20_000
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A trajectory log, and the run whose model speaks in it, where that is known."""
+    """A trajectory log, and the run of the model that it recorded, if known."""
 
     path: Path
     run: RunDirectory | None
@@ -42,7 +42,7 @@ class Source:
 
 
 def find(words: Sequence[str], count: int) -> list[Stored]:
-    """The `count` trajectories that the words name; directories before them are the runs to look in.
+    """The `count` trajectories named by the last words; directories before these are the runs to search.
 
     Raises UserError for a name that fits none or more than one, RunDirectoryError, StoreError for damage.
     """
@@ -60,7 +60,7 @@ def find(words: Sequence[str], count: int) -> list[Stored]:
 
 
 def open_source(path: Path) -> Source:
-    """A run directory, an evaluation's, or one that holds nothing but a log. Raises RunDirectoryError."""
+    """Opens the directory of a run, of an evaluation, or of a log alone. Raises RunDirectoryError."""
     from etude.store.trajectories import find_log
 
     log = None if _is_run(path) else find_log(path)
@@ -75,7 +75,7 @@ def _open_run(path: Path) -> Source:
 
 
 def _find_judged_run(evaluation: Path) -> RunDirectory | None:
-    """The run whose policy was evaluated, if it was one's and is still there."""
+    """The run whose policy was evaluated, if the target was a run that still exists."""
     plan = evaluation / "plan.json"
     place = Path(json.loads(plan.read_bytes())["target"]["place"]) if plan.is_file() else Path()
     return RunDirectory.open(place) if _is_run(place) else None
@@ -127,7 +127,7 @@ def _read_atif(path: Path) -> Trajectory:
 
 
 def _choose(name: str, pairs: Sequence[tuple[Source, TrajectoryId]]) -> tuple[Source, TrajectoryId]:
-    """The one whose id is `name`, or ends or begins with it, or holds it. Raises UserError."""
+    """The trajectory whose id equals, ends with, begins with or contains `name`. Raises UserError."""
     wanted = name.strip("/")
     ids = [(str(identity), (source, identity)) for source, identity in pairs]
     ways: tuple[tuple[str, Callable[[str], bool]], ...] = (
@@ -159,7 +159,7 @@ def _choose(name: str, pairs: Sequence[tuple[Source, TrajectoryId]]) -> tuple[So
 
 
 def _nearest(wanted: str, ids: Iterable[str]) -> str | None:
-    """The id whose ending of as many parts is most like `wanted`."""
+    """The id whose ending, of as many parts, is most similar to `wanted`."""
     parts = wanted.count("/") + 1
     endings = {"/".join(text.split("/")[-parts:]): text for text in list(ids)[:_MOST_COMPARED]}
     found = difflib.get_close_matches(wanted, endings, 1, 0.5)

@@ -1,4 +1,4 @@
-"""Trajectories for people: sessions turn by turn, tokens, and how two of them differ."""
+"""Prints trajectories: sessions turn by turn, tokens, and differences between two of them."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 DIFF_STYLES = {"+": "green", "-": "red", "@": "cyan"}
 _AROUND = 4
-"""Tokens shown on each side of the first that differs."""
+"""Number of tokens shown on each side of the first different one."""
 
 
 class SessionPrinter:
-    """Prints sessions of one trajectory. With a `tokenizer` tokens are shown as text too."""
+    """Prints sessions of one trajectory; with a `tokenizer`, also tokens as text."""
 
     def __init__(self, console: Console, trajectory: Trajectory, tokenizer: Tokenizer | None) -> None:
         self._console = console
@@ -32,10 +32,10 @@ class SessionPrinter:
         self._summaries = summary_ends(trajectory)
 
     def header(self) -> None:
-        """What became of the session."""
+        """Prints id, status and reward of the session."""
         trajectory, reward = self._trajectory, self._trajectory.reward
-        worth = {name: value for name, value in reward.terms.items() if value} if reward else {}
-        terms = "".join(f"  {name} {value:+.2f}" for name, value in worth.items())
+        nonzero = {name: value for name, value in reward.terms.items() if value} if reward else {}
+        terms = "".join(f"  {name} {value:+.2f}" for name, value in nonzero.items())
         cause = f" ({trajectory.cause})" if trajectory.cause else ""
         total = (
             "not graded" if reward is None else f"reward {reward.total:.2f}  task {reward.task:.2f}{terms}"
@@ -46,7 +46,7 @@ class SessionPrinter:
         self._console.print(shown(f"{trajectory.status}{cause}  {total}  {tokens}  {version}"))
 
     def session(self, only: int | None, tokens: bool) -> None:
-        """The turns, or the one of number `only`, from 1; contexts where there are several."""
+        """Prints the turns, or only turn `only`, counted from 1; with contexts if there are several."""
         before: str | None = None
         ends: dict[str, int] = {}
         for number, turn in enumerate(self._trajectory.turns, 1):
@@ -92,7 +92,7 @@ class SessionPrinter:
             self._console.print(shown(result.output or "(empty)", "red" if result.error else "dim"))
 
     def _tokens(self, segment: Segment, start: int, end: int) -> None:
-        """One line a token: position, id, log-probability where it was sampled, text."""
+        """Prints one line per token: position, id, log-probability if it was sampled, text."""
         for at in range(start, end):
             token, sampled = int(segment.tokens[at]), bool(segment.sampled[at])
             logprob = f"{float(segment.logprobs[at]):9.4f}" if sampled else " " * 9
@@ -149,7 +149,7 @@ def print_comparison(
     compared: Comparison,
     tokenizers: tuple[Tokenizer | None, Tokenizer | None],
 ) -> None:
-    """What two sessions have in common, and where they part, in colour."""
+    """Prints how many turns two sessions have in common, and where they diverge, in colour."""
     left, right = sides
     console.print(shown(f"--- {left.id}", "bold red"), soft_wrap=True)
     console.print(shown(f"+++ {right.id}", "bold green"), soft_wrap=True)
@@ -210,7 +210,7 @@ def _print_tokens(
 
 
 def _turn_lines(left: Turn | None, right: Turn | None) -> Iterator[str]:
-    """The unified diff of two messages, and of the answers to each of their calls."""
+    """Yields the unified diff of two messages, and of the results of each of their calls."""
     yield from _diff("message", left.text if left else None, right.text if right else None)
     for at in range(max(len(turn.calls) if turn else 0 for turn in (left, right))):
         calls = [_call_at(turn, at) for turn in (left, right)]

@@ -120,7 +120,7 @@ def _choice(stored: Stored, run: str, temperature: float | None) -> ModelChoice:
 
 
 def print_replay(console: Console, replay: Replay) -> None:
-    """What was made again and what came out otherwise."""
+    """Prints how much was replayed, and which results differ."""
     from etude.environment.history import causes_of
     from etude.environment.replay import unified_diff
 

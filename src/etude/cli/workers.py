@@ -30,12 +30,12 @@ def workers_command(
     if wanted is not None:
         files.ask(_number(wanted))
         return
-    standing = files.standing()
+    status = files.standing()
     if as_json:
-        print_json(standing)
+        print_json(status)
         return
-    title = f"wanted: {standing['wanted']}"
-    print_table(output_console(), ("worker", "state"), standing["workers"].items(), title=title)
+    title = f"wanted: {status['wanted']}"
+    print_table(output_console(), ("worker", "state"), status["workers"].items(), title=title)
 
 
 def _number(text: str) -> WantedWorkers:
