@@ -1,24 +1,24 @@
 /* Attention over paged keys and values.
  *
- * Keys lie transposed within a page, [dim, PAGE], so that the scores of its positions are one vector. Every row
- * goes over its positions in blocks of BLOCK_PAGES pages from position 0 on, with a running maximum and sum
- * (Milakov and Gimelshein 2018): in the same steps whether it is decoded alone or prefilled among others, and
- * however a prompt is cut into chunks. Rows of one sequence share the pages' way through the caches.
+ * Keys are transposed within a page, [dim, PAGE], so that the scores of its positions are one vector. Every row
+ * processes its positions in blocks of BLOCK_PAGES pages from position 0 on, with a running maximum and sum
+ * (Milakov and Gimelshein 2018): in the same steps whether it is decoded alone or prefilled with others, and
+ * however a prompt is cut into chunks. Rows of one sequence share the pages that are in the processor's caches.
  *
- * Latent attention (one key head for many query heads, a value is the beginning of its key) turns each block's
- * values around for all query rows that follow.
+ * Latent attention (one key head for many query heads, a value is the beginning of its key) transposes each
+ * block's values once for all query rows.
  */
 
 #include "common.h"
 
 #define BLOCK_PAGES 4
 #define POSITIONS (BLOCK_PAGES * PAGE)
-#define FEW_ROWS 16             /* up to so many, memory is slower than arithmetic */
-#define LATENT_ROWS 128         /* query rows that share a turned block: more would leave the cache */
+#define FEW_ROWS 16             /* up to this number, memory is slower than arithmetic */
+#define LATENT_ROWS 128         /* query rows that share a transposed block: more would not fit into the cache */
 
 typedef struct {
     const float *keys[BLOCK_PAGES], *values[BLOCK_PAGES];
-    const float *next_keys[BLOCK_PAGES], *next_values[BLOCK_PAGES];    /* of the block after it, to be fetched */
+    const float *next_keys[BLOCK_PAGES], *next_values[BLOCK_PAGES];    /* of the next block, to be prefetched */
     int64_t positions;          /* that any row of the run sees, at most POSITIONS */
 } Block;
 
@@ -146,7 +146,7 @@ static BLOCK void value_rest(int64_t rows, int64_t dim, int64_t first, const flo
     }
 }
 
-/* The block seen from column `first` of its values on. */
+/* The block, restricted to the columns of its values from `first` on. */
 INLINE Block shift(const Block *block, int64_t first)
 {
     Block shifted = *block;
@@ -177,8 +177,8 @@ INLINE void value_band(const int rows, int64_t dim, const float *weights, const 
         value_rest(rows, dim, d, weights, block, out);
 }
 
-/* Scores of one row in a block become weights; what was summed so far is scaled to the new maximum. `seen`:
- * positions of the block that the row sees; the weights behind them are 0. */
+/* Turns the scores of one row in a block into weights, and rescales the sums so far to the new maximum. `seen`:
+ * positions of the block that the row attends to; the weights of later ones are 0. */
 static BLOCK void weigh(int64_t seen, int64_t positions, float *scores, Softmax *state, int64_t dim, float *out)
 {
     if (seen <= 0) {
@@ -258,7 +258,7 @@ static void find_block(const Pages *pages, const Run *run, int64_t head, int64_t
     int64_t length = run->first_position + run->count - first, size = pages->dim * PAGE;
     block->positions = length < POSITIONS ? length : POSITIONS;
     for (int64_t p = 0; p < BLOCK_PAGES; p++) {
-        /* Pages behind the end are never read. */
+        /* Pages after the end are never read. */
         int64_t place = p * PAGE < block->positions ? (table[first / PAGE + p] * pages->kv_heads + head) * size : 0;
         block->keys[p] = pages->keys + place;
         block->values[p] = (pages->values ? pages->values : pages->keys) + place;
@@ -292,7 +292,7 @@ static BLOCK void finish_row(int64_t dim, const float *sums, float total, float 
         out[d] = sums[d] / total;
 }
 
-/* What a run has of one key head: query rows, scaled; running sums; softmax states. */
+/* State of a run for one key head: scaled query rows, running sums, softmax states. */
 typedef struct {
     float *scaled, *sums;
     Softmax *states;
@@ -324,13 +324,13 @@ static void finish_part(const Pages *pages, const Run *run, int64_t head, Heads 
     }
 }
 
-/* The key heads `first_head` to `end_head`, and of each the query heads `heads`. */
+/* Computes the key heads `first_head` to `end_head`, and for each the query heads `heads`. */
 static void attend_run(const Pages *pages, const Run *run, int64_t first_head, int64_t end_head, Heads heads,
                        const float *queries, int64_t stride, float *out, float *log_sums, float *scratch)
 {
     int64_t dim = pages->dim, value_dim = pages->value_dim, rows = run->count * heads.count;
     int64_t end = run->first_position + run->count;
-    /* Few rows wait for memory, and a page's heads lie together; many rows want one head's pages in the cache. */
+    /* Few rows are bound by memory, and a page's heads are contiguous; many rows need one head's pages in the cache. */
     int64_t together = rows <= FEW_ROWS ? FEW_ROWS / rows : 1;
     float *turned = scratch, *scores = turned + (pages->values ? 0 : POSITIONS * value_dim);
     float *rest = scores + most_rows(pages) * POSITIONS;

@@ -1,4 +1,4 @@
-/* The small blocks of a transformer, a row at a time. */
+/* The pointwise and normalising operations of a transformer, a row at a time. */
 
 #include "common.h"
 
@@ -31,7 +31,7 @@ BLOCK float rms_norm(int64_t size, const float *x, const float *weight, float ep
     return inverse;
 }
 
-/* Turns a head by its position (Hugging Face's half-split layout); out is not x. */
+/* Rotary embedding of a head (Hugging Face's half-split layout); out must not be x. */
 BLOCK void rotate(int64_t dim, const float *x, const float *cosine, const float *signed_sine, float *out)
 {
     int64_t half = dim / 2;

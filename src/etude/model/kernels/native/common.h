@@ -1,6 +1,6 @@
-/* What the native kernels share: vectors, the thread team, matrices and the blocks of a transformer, in float32.
+/* Shared declarations of the native kernels: vectors, the thread team, matrices, transformer blocks; in float32.
  *
- * Every sum is taken in an order that depends on the row alone: neither on the other rows, nor on how work is cut
+ * The order of every sum depends on the row alone: neither on the other rows, nor on how work is divided
  * between threads, nor on whether a block is called by the engine's pass (forward.c) or by the trainer
  * (blocks.c). Therefore: one function per block, never inlined into two callers; no reassociation and no
  * fusing by the compiler (-ffp-contract=off); products add up their terms one by one.
@@ -34,7 +34,7 @@
 #define COLUMNS 2
 #endif
 
-#define PANEL 64        /* columns of a packed matrix that lie together */
+#define PANEL 64        /* columns of a packed matrix that are stored together */
 #define PAGE 16         /* positions of a page of keys and values */
 
 #if defined(__clang__)
@@ -161,25 +161,25 @@ typedef struct Team Team;
 typedef void (*Work)(Team *team, int thread, void *argument);
 
 /* Runs `work` once on each of up to `threads` threads, of which the caller is number 0; returns when all are
- * done. While somebody else holds the threads, the caller works alone. */
+ * done. While another caller uses the threads, this one works alone. */
 void run_team(int threads, Work work, void *argument);
-/* The same for work between PyTorch's operators, on the threads that those use where they could be had: others
- * would compete with them, since they wait actively. Pieces do not wait for each other (`wait_for_all`): some may
- * run one after the other. */
+/* The same for work between PyTorch's operators, on PyTorch's own threads if available: others would compete with
+ * them, since they wait actively. Pieces must not wait for each other (`wait_for_all`): some may run one after the
+ * other. */
 void run_pieces(int threads, Work work, void *argument);
 int team_size(const Team *team);
-/* Waits until every thread of the team is here; what they wrote before can then be read. */
+/* Barrier of the team's threads; what they wrote before can then be read. */
 void wait_for_all(Team *team);
-/* The next piece of work of a counter that is 0 at first; each number is given to one thread. */
+/* The next piece of work of a counter that starts at 0; each number is returned to one thread. */
 INLINE int64_t take_next(atomic_long *counter) { return atomic_fetch_add_explicit(counter, 1, memory_order_relaxed); }
-/* The part of 0..count that thread `thread` does. */
+/* The part of 0..count that belongs to thread `thread`. */
 INLINE void share(int64_t count, int thread, int threads, int64_t *first, int64_t *end)
 {
     *first = count * thread / threads;
     *end = count * (thread + 1) / threads;
 }
 
-/* Pieces 0..count of a job that threads of a team do between two meetings (`wait_for_all`), each piece by one thread. */
+/* Pieces 0..count of a job between two barriers (`wait_for_all`), each done by one thread of a team. */
 typedef struct {
     Team *team;
     int64_t count, own;         /* own: pieces taken, without a team that takes them from each other */
@@ -188,8 +188,8 @@ typedef struct {
 
 /* `team`: NULL for a thread by itself. */
 Job begin_job(Team *team, int thread, int64_t count);
-/* A piece that nobody has, below 0 when there are no more. A thread does the pieces of its own part, one after the
- * other, and then those that are left of the others': cores are not always equally fast. */
+/* Claims a piece; below 0 when there are no more. A thread does the pieces of its own part, one after the other, and
+ * then steals remaining ones of other threads: cores are not always equally fast. */
 int64_t take_piece(Job *job);
 
 /* ---- matrices --------------------------------------------------------------------------------- */
@@ -202,11 +202,11 @@ typedef struct {
     const void *panels;
 } Matrix;
 
-/* c[rows, outputs] (+)= a[rows, inputs] matrix, with the team (NULL: this thread alone). Its threads meet before and
+/* c[rows, outputs] (+)= a[rows, inputs] matrix, with the team (NULL: this thread alone). Has a barrier before and
  * after. */
 void multiply(const Matrix *matrix, int64_t rows, const float *a, float *c, int add, Team *team, int thread);
 
-/* Rows of values that lie `stride` apart, some of which are `step` further for each head. */
+/* Rows of values with a stride of `stride`, and of `step` between heads. */
 typedef struct {
     float *values;
     int64_t stride, step;
@@ -231,7 +231,7 @@ void adapt(const Factors *factors, int64_t index, const int64_t *adapters, int64
 
 /* ---- blocks, a row at a time ------------------------------------------------------------------ */
 
-/* Returns what x is multiplied by before the weight. */
+/* Returns the factor on x before the weight is applied. */
 float rms_norm(int64_t size, const float *x, const float *weight, float eps, float *out);
 void rotate(int64_t dim, const float *x, const float *cosine, const float *signed_sine, float *out);
 void swiglu(int64_t size, const float *gate, const float *up, float *out);

@@ -1,8 +1,9 @@
-/* Several decoding steps with drafts in one call.
+/* Several speculative decoding steps in one call.
  *
- * A step computes of each sequence its last token and the drafts behind it, and draws at every place what would be
- * drawn there without drafts, with the noise of that place: a draft stands if it is the token that was drawn.
- * Layers that draft then run over the positions that stand, and draw the next drafts with the same noise.
+ * A step computes the last token of each sequence and the drafts after it, and samples at every position the token
+ * that would be sampled there without drafts, with the noise of that position: a draft is accepted ("stands") if it
+ * equals that token. Draft layers then run over the accepted positions, and sample the next drafts with the same
+ * noise.
  */
 
 #include "drafting.h"
@@ -15,13 +16,13 @@ typedef struct {
     int64_t threads;
     char *scratch;
     float *sample_scratch;
-    /* Of each sequence. */
+    /* By sequence. */
     int64_t *begun;                 /* length at the beginning of the run */
     int64_t *firsts, *counts;       /* its rows in the pass: its last token and drafts; then slots of draft layers */
-    int64_t *standing;              /* of its rows, how many are tokens that stand */
+    int64_t *standing;              /* how many of its rows are accepted tokens */
     int64_t *rooms;                 /* drafts that its layers are to make */
     int64_t *chosen, *last;         /* sequences that draft at a depth, and their rows */
-    /* Of each row of a pass, and of those of draft layers. */
+    /* By row of a pass, or of a draft layer. */
     int64_t *tokens, *sequences, *positions, *top_k, *drawn;
     float *hidden, *followed, *reached, *temperatures, *top_p, *min_p, *logits, *logprobs;
     double *noise;
@@ -97,7 +98,7 @@ int64_t etude_look_up(const Lookup *lookup, int64_t length, int32_t *tokens, int
 
 static int32_t *line_of(const DraftRun *run, int64_t n) { return run->tokens + run->lines[n] * run->max_tokens; }
 
-/* Most drafts behind what sequence n holds: so many as it wants, may still sample beside a token, and has pages for. */
+/* Largest number of drafts of sequence n: bounded by `wanted`, by the tokens it may still sample, and by its pages. */
 static int64_t room_of(const DraftRun *run, int64_t n)
 {
     int64_t length = run->lengths[n];
@@ -145,7 +146,7 @@ static void compute(Drafting *d, int64_t rows)
     keep_routes(d, rows);
 }
 
-/* Draws a token from each of `rows` hidden states, of which row t is sequence owners[t]'s and decides places[t]. */
+/* Samples a token from each of `rows` hidden states; row t is of sequence owners[t], for position places[t]. */
 static void draw(Drafting *d, int64_t rows, const float *hidden, const int64_t *owners, const int64_t *places)
 {
     const DraftRun *run = d->run;
@@ -170,7 +171,7 @@ static int ends(const DraftRun *run, int64_t n, int64_t token)
     return 0;
 }
 
-/* Lengthens sequence n by its draws that stand, up to one that ends it; whether there was one. */
+/* Appends the accepted tokens to sequence n, up to one that ends it; returns whether there was one. */
 static int take(Drafting *d, int64_t n)
 {
     const DraftRun *run = d->run;
@@ -194,7 +195,7 @@ static int take(Drafting *d, int64_t n)
     return ended;
 }
 
-/* One draft layer over rows that are laid out but for their tokens, which lie `ahead` of their positions. */
+/* Runs one draft layer over prepared rows, with the tokens that are `ahead` of their positions. */
 static void run_layer(Drafting *d, int64_t layer, int64_t rows, int64_t ahead, float *hidden)
 {
     const DraftRun *run = d->run;
@@ -208,7 +209,8 @@ static void run_layer(Drafting *d, int64_t layer, int64_t rows, int64_t ahead, f
     etude_draft_layer(drafts->model, drafts->layers, drafts->entrances, layer, &step, d->threads, d->scratch);
 }
 
-/* Draws the `number`-th draft of those that want one, from their `last` rows of hidden states; returns how many. */
+/* Samples the `number`-th draft of the sequences that need one, from their `last` rows of hidden states; returns how
+ * many did. */
 static int64_t draft(Drafting *d, int64_t number, const float *hidden)
 {
     const DraftRun *run = d->run;
@@ -231,7 +233,7 @@ static int64_t draft(Drafting *d, int64_t number, const float *hidden)
     return count;
 }
 
-/* Lays out the slots of sequence n that stand, behind those that were carried over; returns the rows so far. */
+/* Prepares the accepted slots of sequence n, after those that were carried over; returns the number of rows so far. */
 static int64_t follow_one(Drafting *d, int64_t n, int64_t rows)
 {
     const DraftRun *run = d->run;
@@ -259,7 +261,7 @@ static void lay_out_slots(Drafting *d)
         }
 }
 
-/* Runs the draft layers over the slots that stand, and drafts for the sequences that go on. */
+/* Runs the draft layers over the accepted slots, and drafts for the sequences that continue. */
 static void follow(Drafting *d)
 {
     const DraftRun *run = d->run;

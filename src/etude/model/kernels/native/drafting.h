@@ -1,4 +1,4 @@
-/* Sequences that decode with drafts, and where those come from. */
+/* Sequences in speculative decoding, and the sources of their drafts. */
 
 #ifndef ETUDE_DRAFTING_H
 #define ETUDE_DRAFTING_H
@@ -6,13 +6,13 @@
 #include "forward.h"
 #include "sampling.h"
 
-/* Drafts that followed the last time: how many tokens must agree, at first and at least. */
+/* Prompt-lookup drafts: how many tokens must match, at first and at least. */
 typedef struct {
     int64_t longest, shortest;
 } Lookup;
 
-/* Layers for multi-token prediction. They run over every position that stands, and the last one is repeated on its
- * own output for drafts beyond their number. */
+/* Layers for multi-token prediction. They run over every accepted position, and the last one is repeated on its own
+ * output for drafts beyond their number. */
 typedef struct {
     const Model *model;
     const Layer *layers;
@@ -36,7 +36,7 @@ typedef struct {
     const int64_t *rooms;           /* [count] positions for which it has pages */
     const int64_t *wanted;          /* [count] most drafts of each */
     int64_t *ready;                 /* [count] in and out: drafts of layers that lie behind its tokens */
-    int64_t *drafted, *stood;       /* [count] out: drafts that were verified, and that were right */
+    int64_t *drafted, *stood;       /* [count] out: drafts that were verified, and that were accepted */
     const int64_t *first_stops;     /* [count + 1] where the tokens that end each begin in `stops` */
     const int64_t *stops;
     const double *noise;            /* [count, noise_places] from the place behind the first length on */
@@ -53,17 +53,17 @@ typedef struct {
     const int64_t *adapters;        /* [count], see Step */
 } DraftRun;
 
-/* Puts up to `most` tokens behind the `length` that a line holds: those that followed where its end was last met.
+/* Appends up to `most` tokens to the `length` of a line: those after the last earlier occurrence of its ending.
  * Returns how many. */
 int64_t etude_look_up(const Lookup *lookup, int64_t length, int32_t *tokens, int64_t most);
 
-/* Bytes of scratch space of a run, beside that of its passes and draws. */
+/* Bytes of scratch space of a run, in addition to that of its passes and samples. */
 int64_t etude_drafting_bytes(const Model *model, const DraftRun *run);
-/* Most rows of a pass in a run. */
+/* Largest number of rows of a pass in a run. */
 int64_t etude_drafting_rows(const DraftRun *run);
 
-/* Steps until a sequence ends, lacks a page, or all of them; returns how many. What is drawn is what single steps
- * would draw, with or without drafts. `workspace`: etude_drafting_bytes; the other scratches are those of a step of
+/* Runs steps until a sequence ends or lacks a page, at most `steps`; returns how many. The sampled tokens are those of
+ * single steps, with or without drafts. `workspace`: etude_drafting_bytes; the other scratches are those of a step of
  * etude_drafting_rows. */
 int64_t etude_draft_run(const Model *model, const Layer *layers, const Matrix *head, const DraftRun *run,
                         int64_t threads, char *workspace, char *scratch, float *sample_scratch);

@@ -1,5 +1,5 @@
-/* A mixture's experts: rows are sorted by expert, each expert sees its rows at once, and each row adds up its own
- * experts in the order in which they were chosen. */
+/* A mixture's experts: rows are sorted by expert, each expert computes its rows at once, and each row sums the
+ * results of its experts in the order in which they were chosen. */
 
 #include "common.h"
 

@@ -1,9 +1,9 @@
-/* Causal attention over packed sequences with its gradients, without ever holding a sequence's scores.
+/* Causal attention over packed sequences with gradients, without storing a sequence's scores.
  *
- * A block of QUERIES rows meets blocks of KEYS positions; forwards with a running maximum and sum, backwards with
- * the log-sum that the forward pass kept, from which each block's weights are computed again (Dao et al. 2022;
- * Dao 2023). A sequence's keys and values are turned around once for each key head. A pair of a sequence and a
- * key head is one thread's: sums are taken in an order that is the same with any number of threads.
+ * Blocks of QUERIES rows are combined with blocks of KEYS positions: in the forward pass with a running maximum and
+ * sum, in the backward pass with the stored log-sum-exp, from which each block's weights are recomputed (Dao et al.
+ * 2022; Dao 2023). A sequence's keys and values are transposed once per key head. Each pair of a sequence and a key
+ * head is computed by one thread: the order of sums is independent of the number of threads.
  */
 
 #include "tiles.h"
@@ -15,7 +15,7 @@
 typedef struct {
     int64_t sequences, heads, kv_heads, dim, value_dim;
     const int64_t *starts;      /* [sequences + 1] */
-    const int64_t *unused;      /* [sequences]: rows that each begins with, of whose results nobody takes any */
+    const int64_t *unused;      /* [sequences]: rows at the start of each whose results are not used */
     float scale;
     const float *queries, *keys, *values;       /* row t begins at t * its stride; heads lie side by side */
     int64_t query_row, key_row, value_row;
@@ -63,14 +63,14 @@ static void copy_rows(int64_t rows, int64_t dim, const float *from, int64_t row,
     }
 }
 
-/* Positions of a block of keys that some of `rows` queries from `query` on see, in whole vectors. */
+/* Positions of a block of keys that any of `rows` queries from `query` on attends to, rounded up to vectors. */
 INLINE int64_t seen(int64_t query, int64_t rows, int64_t key)
 {
     int64_t count = query + rows - key;
     return count < KEYS ? PADDED(count) : KEYS;
 }
 
-/* How many of the positions from `key` on a query sees, at most `columns`. */
+/* How many of the positions from `key` on a query attends to, at most `columns`. */
 INLINE int64_t visible(int64_t query, int64_t key, int64_t columns)
 {
     int64_t count = query - key + 1;
@@ -85,7 +85,7 @@ INLINE integers lanes_before(int64_t count)
     return lane < (integers)((integers){0} + (int32_t)count);
 }
 
-/* A row of scores becomes weights; what came before is scaled to the new maximum. */
+/* Turns a row of scores into weights, and rescales the earlier sums to the new maximum. */
 INLINE void weigh_row(float *row, int64_t columns, int64_t limit, float scale, float *highest, float *sums,
                       int64_t width, float *out)
 {
@@ -182,7 +182,7 @@ void etude_flash(Flash *flash, int64_t threads)
 
 /* ---- gradients -------------------------------------------------------------------------------- */
 
-/* What a thread holds of one part. */
+/* A thread's buffers for one part. */
 typedef struct {
     float *turned_keys, *turned_values, *keys, *to_keys, *to_values;   /* of the whole part */
     float *queries, *to_out, *to_queries;                              /* of a block of queries */
@@ -209,7 +209,7 @@ static Gradients lay_out(const Flash *f, Part part)
     return g;
 }
 
-/* Scores become weights, gradients of weights those of scores. */
+/* Turns scores into weights, and gradients of weights into those of scores. */
 INLINE void differentiate_row(float *weights, float *to_scores, int64_t columns, int64_t limit, float scale,
                               float log_sum, float share)
 {

@@ -1,8 +1,8 @@
 /* One forward pass over the rows of an engine step: Llama, Qwen2, Qwen3, dense or with experts, and DeepSeek-V3.
  *
- * All threads go through the pass together and share each phase's work: rows, columns of a product, runs of
+ * All threads execute the pass together and divide each phase's work: rows, columns of a product, runs of
  * attention or experts. Keys and values of all rows are stored before any row attends, so that decoding and
- * prefilling are the same thing.
+ * prefilling are the same computation.
  */
 
 #include "forward.h"
@@ -11,7 +11,7 @@ static int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
 static Pages pages_of(const Model *model, const Layer *layer, const Step *step)
 {
-    static float nowhere;       /* measuring asks whether there are values, not where */
+    static float nowhere;       /* measuring only needs to know whether there are values, not their address */
     return (Pages){model->heads, model->kv_heads, model->dim, model->value_dim, step->tables, step->max_pages,
                    layer ? layer->keys : NULL, layer ? layer->values : model->latent ? NULL : &nowhere};
 }
@@ -81,14 +81,14 @@ static int64_t lay_out(Pass *pass, int64_t rows, int64_t threads, char *memory)
     return used;
 }
 
-/* Bytes of scratch space that a step of so many rows needs. */
+/* Bytes of scratch space for a step of this number of rows. */
 int64_t etude_scratch_bytes(const Model *model, int64_t rows, int64_t threads)
 {
     Pass pass = {.model = model};
     return lay_out(&pass, rows, threads, NULL);
 }
 
-/* Queries are biased or normalised, and turned, where they lie; keys and values go to their pages. */
+/* Adds biases to queries or normalises them, and rotates them, in place; stores keys and values in their pages. */
 static void prepare_row(const Pass *pass, const Layer *layer, const Pages *pages, int64_t t, float *turned)
 {
     const Model *m = pass->model;
@@ -108,7 +108,7 @@ static void prepare_row(const Pass *pass, const Layer *layer, const Pages *pages
     store_row(pages, pass->step->sequences[t], position, key, key + m->kv_heads * dim);
 }
 
-/* Queries of all rows, and their keys and values in the pages. */
+/* Computes the queries of all rows, and stores their keys and values in the pages. */
 static void project(Team *team, int thread, const Pass *pass, const Layer *layer, const Pages *pages)
 {
     int64_t rows = pass->step->rows, first, end;
@@ -156,7 +156,7 @@ static void attend(Team *team, int thread, const Pass *pass, int64_t index)
                  pass->normed + t * m->width);
 }
 
-/* narrow = swiglu(gate_up(normed)), of one inner width. Threads must meet before and after. */
+/* narrow = swiglu(gate_up(normed)), of one inner width. Needs a barrier before and after. */
 static void open_up(Team *team, int thread, const Pass *pass, const Layer *layer, int64_t inner, int is_shared)
 {
     int64_t rows = pass->step->rows, first, end;

@@ -12,8 +12,8 @@ typedef struct {
     int64_t nope, rope, head_value_dim;     /* of each head before compression */
     int64_t sigmoid;                        /* whether the router has a bias and groups; else softmax */
     int64_t groups, top_groups;             /* of experts */
-    int64_t shared_inner;                   /* of the experts that see every row; 0: none */
-    int64_t drafting;                       /* whether its layers draft: each is entered by an Entrance */
+    int64_t shared_inner;                   /* of the shared experts, which process every row; 0: none */
+    int64_t drafting;                       /* whether its layers are draft layers, each with an Entrance */
     int64_t adapter_rank;                   /* the largest of any adapter; 0: there are none */
     float eps, latent_eps, query_scale, gate_scale;
     const float *embedding;                 /* [vocabulary, width] */
@@ -21,8 +21,8 @@ typedef struct {
     const float *final_norm;                /* [width] */
 } Model;
 
-/* Weights of a layer that adapters may lie on. QKV is the first part of `qkv` in latent attention, COMPRESS the other;
- * of KEY_UP and VALUE_UP there is one for each head, of GATE_UP and DOWN one for each expert. */
+/* Weights of a layer that can have adapters. QKV is the first part of `qkv` in latent attention, COMPRESS the other;
+ * KEY_UP and VALUE_UP exist for each head, GATE_UP and DOWN for each expert. */
 enum { QKV, COMPRESS, QUERY_UP, OUT, KEY_UP, VALUE_UP, GATE_UP, DOWN, SHARED_GATE_UP, SHARED_DOWN };
 
 typedef struct {
@@ -36,10 +36,10 @@ typedef struct {
     const Matrix *shared_gate_up, *shared_down;
     float *keys, *values;                   /* see Pages */
     int64_t route_layer;                    /* place among the layers that route; -1: dense */
-    const Factors *factors;                 /* of each weight that adapters may lie on; NULL without adapters */
+    const Factors *factors;                 /* of each weight that can have adapters; NULL without adapters */
 } Layer;
 
-/* How a draft layer is entered and left: from [token | hidden state] to one width, and the last norm. */
+/* The input projection of a draft layer, from [token | hidden state] to one width, and its final norm. */
 typedef struct {
     const float *token_norm, *hidden_norm, *final_norm; /* [width] */
     Matrix projection;                                  /* [2 width, width] */
@@ -68,7 +68,7 @@ typedef struct {
     int64_t private_floats;                 /* of each thread */
 } Pass;
 
-/* Adds what adapters make of a weight's inputs to what it has made of them, for this thread's rows; nothing without
+/* Adds the adapters' product with a weight's inputs to its own, for this thread's rows; does nothing without
  * adapters. `index`: of the weight among those of its kind. */
 void add_factors(const Pass *pass, const Layer *layer, int kind, int64_t index, int thread, int threads, Strided from,
                  Strided to);
@@ -77,11 +77,11 @@ void add_factors(const Pass *pass, const Layer *layer, int kind, int64_t index, 
 int64_t projected_width(const Model *model);
 
 /* Latent attention, around the attention itself: queries and cached keys of all rows; then, from what was
- * attended, what goes to the output projection. Threads must meet before and after each. */
+ * attended, what goes to the output projection. Each needs a barrier before and after. */
 void enter_latent(Team *team, int thread, const Pass *pass, const Layer *layer, const Pages *pages);
 void leave_latent(Team *team, int thread, const Pass *pass, const Layer *layer);
 
-/* Chooses a row's experts, the best first, the lower number of two equals: their gates, and their record. */
+/* Chooses a row's experts, the best first, the lower index on a tie; computes their gates, and records them. */
 void route_row(const Pass *pass, const Layer *layer, int64_t t, float *scratch);
 /* Floats of `scratch`. */
 int64_t route_scratch(const Model *model);
@@ -89,8 +89,8 @@ int64_t route_scratch(const Model *model);
 /* Computes a step on up to `threads` threads. `scratch`: etude_scratch_bytes, aligned to 64 bytes. */
 void etude_forward(const Model *model, const Layer *layers, const Step *step, int64_t threads, char *scratch);
 
-/* Computes draft layer `index` over rows whose `hidden` is what the layer before it, or the model, returned, and whose
- * tokens are those that it is told; `hidden` is written over, after the layer's last norm. */
+/* Computes draft layer `index` over rows with the given tokens, whose `hidden` is the output of the layer before it, or
+ * of the model; `hidden` is overwritten with the output after the layer's last norm. */
 void etude_draft_layer(const Model *model, const Layer *layers, const Entrance *entrances, int64_t index,
                        const Step *step, int64_t threads, char *scratch);
 

@@ -1,7 +1,7 @@
 /* Multi-head latent attention in its absorbed form (DeepSeek-V2, 2024).
  *
- * What is cached of a position is one key for all heads, [compressed | rotary], of which the compressed part is the
- * value too. A head's key projection is applied to its query, and its value projection to what it attended.
+ * The cache holds one key per position for all heads, [compressed | rotary], of which the compressed part is also
+ * the value. A head's key projection is applied to its query, and its value projection to the output of attention.
  */
 
 #include "forward.h"
@@ -13,7 +13,7 @@ int64_t projected_width(const Model *m)
     return (m->query_rank ? m->query_rank : m->heads * (m->nope + m->rope)) + m->dim;
 }
 
-/* Normalises what a row was compressed to, and stores its key. */
+/* Normalises the compressed part of a row, and stores its key. */
 static void compress_row(const Pass *pass, const Layer *layer, const Pages *pages, int64_t t, float *key)
 {
     const Model *m = pass->model;
@@ -26,7 +26,7 @@ static void compress_row(const Pass *pass, const Layer *layer, const Pages *page
     store_row(pages, pass->step->sequences[t], position, key, NULL);
 }
 
-/* Turns the rotary parts of a row's queries and scales all. */
+/* Rotates the rotary parts of a row's queries, and scales the queries. */
 static BLOCK void finish_queries(const Pass *pass, int64_t t, const float *heads)
 {
     const Model *m = pass->model;

@@ -1,16 +1,16 @@
 /* Packed matrices and products.
  *
  * A product is cut into tiles of ROWS x (COLUMNS vectors) kept in registers (Goto and van de Geijn 2008). The
- * matrix is packed once, so that each tile reads it in the order in which it lies: decoding a few rows streams
- * the weights through at the memory's speed. Each value of the result adds up its terms from the first to the
- * last in one register, whatever the tile: its bits depend on its row and its column alone.
+ * matrix is packed once, so that each tile reads it sequentially: decoding a few rows streams the weights at the
+ * memory's bandwidth. Each value of the result sums its terms from the first to the last in one register, whatever
+ * the tile: its bits depend only on its row and its column.
  */
 
 #include "tiles.h"
 
-#define BAND 96         /* rows that stay in the cache while all panels pass by */
+#define BAND 96         /* rows that stay in the cache while all panels are read */
 #define LINE 64         /* bytes of a cache line */
-#define NEAR 64         /* terms of a sum ahead of which what a tile reads next is asked for */
+#define NEAR 64         /* prefetch distance within a panel, in terms of a sum */
 
 typedef uint16_t halves __attribute__((vector_size(LANES * 2)));
 typedef uint16_t unaligned_halves __attribute__((vector_size(LANES * 2), aligned(2), may_alias));
@@ -21,7 +21,7 @@ static int64_t panel_columns(int64_t outputs, int64_t panel)
     return left >= PANEL ? PANEL : (left + 15) / 16 * 16;
 }
 
-/* Values that a packed matrix takes. */
+/* Number of values of a packed matrix. */
 int64_t etude_packed_size(int64_t inputs, int64_t outputs) { return inputs * ((outputs + 15) / 16 * 16); }
 
 static uint16_t round_to_half(float value)
@@ -60,8 +60,8 @@ INLINE vector widen(const uint16_t *from)
     return (vector)wide;
 }
 
-/* Memory that is asked for while a tile is computed: at each step of its sum, what lies `pace` bytes further. A core
- * waits for fewer lines at once than the memory could send, so it has to ask all the time. */
+/* Memory that is prefetched while a tile is computed: at each step of its sum, the line `pace` bytes further. A core
+ * has fewer outstanding loads than the memory's bandwidth needs, so it has to prefetch continuously. */
 typedef struct {
     const char *from;
     int64_t pace;
@@ -98,8 +98,8 @@ INLINE void tile(const int rows, const int vectors, const int half, int64_t k, c
         }
 }
 
-/* One band of up to ROWS rows against `k` rows of a panel, the `part`-th of `parts`. Tiles ask for equal shares of the
- * next k rows; one that passes by its panel alone, for what it reads NEAR terms later. Either may lie behind the last. */
+/* One band of up to ROWS rows times `k` rows of a panel, the `part`-th of `parts`. Tiles prefetch equal shares of the
+ * next k rows; the only tile of a panel prefetches what it reads NEAR terms later. Either may be beyond the end. */
 INLINE void band(const int rows, const int half, int64_t k, const float *a, int64_t lda, const char *panel,
                  int64_t columns, int64_t part, int64_t parts, float *c, int64_t ldc, int64_t left, int add)
 {
@@ -116,8 +116,8 @@ INLINE void band(const int rows, const int half, int64_t k, const float *a, int6
     }
 }
 
-/* Few rows compute for about as long as a panel takes to come: its rows are then worked on in blocks of NEAR, each of
- * which comes while the one before it, in the nearest cache, is multiplied with all bands. */
+/* With few rows, computing takes about as long as loading a panel: its rows are then processed in blocks of NEAR, each
+ * of which is loaded while the one before it, in the first-level cache, is multiplied with all bands. */
 INLINE void panel_product(const int half, const Matrix *matrix, int64_t panel, int64_t rows, const float *a,
                           int64_t lda, float *c, int64_t ldc, int add)
 {

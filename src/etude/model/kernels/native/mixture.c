@@ -1,13 +1,13 @@
-/* A layer's experts in a training step, forwards and backwards, each in few calls for all of them.
+/* A layer's experts in a training step, forward and backward, each in few calls for all of them.
  *
  * Rows are copied once per choice and sorted by expert; a piece of work is a block of one expert's rows, which stays
- * in the cache from one product to the next. A value's sum is taken in an order that shapes fix, whatever the blocks
- * and threads are.
+ * in the cache from one product to the next. The order of each sum depends on the shapes only, not on blocks and
+ * threads.
  */
 
 #include "products.h"
 
-#define LEAST_ROWS 96           /* of a piece, but for the last of an expert: a matrix is packed for each */
+#define LEAST_ROWS 96           /* of a piece, except for an expert's last: a matrix is packed for each piece */
 #define MOST_ROWS 768
 
 typedef struct {
@@ -21,7 +21,7 @@ typedef struct {
     int64_t *places;            /* [tokens, top_k]: where a choice's copy lies */
     float *rows;                /* [copies, width]: x, sorted by expert; copies = tokens * top_k */
     float *gates;               /* [copies]: weights, sorted */
-    float *opened;              /* [copies, 2 inner]: what the first product gives */
+    float *opened;              /* [copies, 2 inner]: output of the first product */
     float *mixed;               /* [copies, width] */
     float *out;                 /* [tokens, width] */
     int64_t block;              /* rows of a piece */
@@ -29,15 +29,15 @@ typedef struct {
 } Mixture;
 
 typedef struct {
-    Mixture made;               /* what forwards left; `mixed` and `out`: the gradients of `rows` and x */
+    Mixture made;               /* of the forward pass; `mixed` and `out`: the gradients of `rows` and x */
     const float *to_out;        /* [tokens, width] */
     float *to_gate_up, *to_down;    /* like the matrices; NULL where not wanted */
     float *to_weights;          /* [tokens, top_k] */
     float *back;                /* [copies, width]: to_out, sorted */
-    float *inner;               /* [copies, inner]: what the second product took */
+    float *inner;               /* [copies, inner]: input of the second product */
     float *to_opened;           /* [copies, 2 inner] */
     float *to_gates;            /* [copies] */
-    int64_t slices;             /* in which each matrix's gradient is made */
+    int64_t slices;             /* of each matrix's gradient, computed separately */
     atomic_long counter;
 } Gradients;
 
@@ -45,7 +45,7 @@ typedef struct {
     int64_t expert, first, count;
 } Rows;
 
-/* The piece that is next, in the order of copies; 0 when there is none. `piece` and `rows` are where the thread was. */
+/* The next piece, in the order of copies; 0 when there is none. `piece` and `rows`: the thread's last piece. */
 static int next_rows(Mixture *m, int64_t *piece, Rows *rows)
 {
     int64_t wanted = take_next(&m->counter);
@@ -63,7 +63,7 @@ static int next_rows(Mixture *m, int64_t *piece, Rows *rows)
     return 0;
 }
 
-/* Copies lie one after the other, so a thread that goes on from its last piece finds the next expert's first. */
+/* Copies are contiguous, so a thread that continues after its last piece finds the next expert's first. */
 static int64_t choose_block(int64_t copies, int64_t threads)
 {
     int64_t rows = copies / (8 * threads);
@@ -112,7 +112,7 @@ static void sum_copies(const Mixture *m, const float *rows, float *out, int64_t 
     }
 }
 
-/* c = a b for rows that lie one after the other; b [depth, columns], or its transpose where `transposed`. */
+/* c = a b for contiguous rows; b [depth, columns], or its transpose if `transposed`. */
 static void multiply_rows(const Mixture *m, int64_t rows, int64_t depth, int64_t columns, const float *a, const float *b,
                           int transposed, float *c, float *scratch)
 {

@@ -1,5 +1,5 @@
-/* Norms, rotations and gates of a training step with their gradients, each in one pass over memory. Forwards either
- * in an order of their own, or through the engine's blocks for its bits. */
+/* Norms, rotations and gates of a training step with their gradients, each in one pass over memory. The forward pass
+ * either has its own order of sums, or uses the engine's blocks to be bitwise equal to it. */
 
 #include "products.h"
 

@@ -1,5 +1,5 @@
-/* The engine's blocks one by one, over all rows of a batch: what the trainer computes with where its bits must be the
- * engine's. Tensors are float32, and contiguous where no stride is given. */
+/* The engine's blocks one by one, over all rows of a batch, for a trainer that must be bitwise equal to the engine.
+ * Tensors are float32, and contiguous where no stride is given. */
 
 #include "common.h"
 
@@ -42,7 +42,7 @@ static void run_rows(Team *team, int thread, void *argument)
 /* One block over all rows. */
 void etude_rows(const Rows *rows, int64_t threads) { run_pieces((int)threads, run_rows, (void *)rows); }
 
-/* Given tokens under the distributions that rows of logits are. */
+/* Given tokens under the distributions of rows of logits. */
 typedef struct {
     int64_t rows, size, keep;   /* `keep`: masses become the distributions */
     const float *logits;        /* [rows, size] */
