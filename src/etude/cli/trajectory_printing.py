@@ -130,7 +130,7 @@ def turn_document(trajectory: Trajectory, number: int) -> dict[str, Any]:
         "summary": (turn.segment_id, turn.end) in summary_ends(trajectory) and not turn.calls,
         **trajectory_document(trajectory)["turns"][number - 1],
     }
-    segment = next((one for one in trajectory.segments if one.id == turn.segment_id), None)
+    segment = next((s for s in trajectory.segments if s.id == turn.segment_id), None)
     if segment is not None:
         place = slice(turn.start, turn.end)
         document |= {
@@ -201,7 +201,7 @@ def _print_tokens(
     console.print(Text(f"tokens differ from position {parted.token} of the context on"))
     turns = (parted.left, parted.right)
     for mark, trajectory, turn, tokenizer in zip("-+", sides, turns, tokenizers, strict=True):
-        segment = next((one for one in trajectory.segments if turn and one.id == turn.segment_id), None)
+        segment = next((s for s in trajectory.segments if turn and s.id == turn.segment_id), None)
         if segment is None or turn is None:
             continue
         window = segment.tokens[max(0, parted.token - _AROUND) : min(parted.token + _AROUND, turn.end)]

@@ -131,9 +131,9 @@ def print_replay(console: Console, replay: Replay) -> None:
         console.print(shown(f"{title} gave another result{why}", "bold cyan"))
         for line in unified_diff(difference):
             console.print(shown(line, DIFF_STYLES.get(line[:1], "")), soft_wrap=True)
-    for one in replay.from_record:
-        what = f"turn {one.turn + 1}, call {one.position + 1}: {one.call.name or 'malformed'}"
-        console.print(shown(f"{what} was not replayed: it {one.reason}", "yellow"))
+    for entry in replay.from_record:
+        what = f"turn {entry.turn + 1}, call {entry.position + 1}: {entry.call.name or 'malformed'}"
+        console.print(shown(f"{what} was not replayed: it {entry.reason}", "yellow"))
     for note in replay.notes:
         console.print(shown(note, "yellow"))
     turns = f"{replay.num_turns} turn{'' if replay.num_turns == 1 else 's'}"
@@ -165,12 +165,17 @@ def replay_document(replay: Replay) -> dict[str, Any]:
             for difference in replay.differences
         ],
         "other_durations": [
-            {"turn": one.turn + 1, "position": one.position + 1, "tool": one.call.name}
-            for one in replay.slower
+            {"turn": entry.turn + 1, "position": entry.position + 1, "tool": entry.call.name}
+            for entry in replay.slower
         ],
         "not_replayed": [
-            {"turn": one.turn + 1, "position": one.position + 1, "tool": one.call.name, "reason": one.reason}
-            for one in replay.from_record
+            {
+                "turn": entry.turn + 1,
+                "position": entry.position + 1,
+                "tool": entry.call.name,
+                "reason": entry.reason,
+            }
+            for entry in replay.from_record
         ],
         "notes": replay.notes,
     }

@@ -98,8 +98,8 @@ def prepare_groups(
     Raises ConfigError for groups that cannot be trained on, RouteReplayError for a segment that occurs twice.
     """
     reader = _Reader(config, limits, version, fetch_routes, published or {})
-    taken = tuple(group for group in map(reader.read, groups) if group is not None)
-    return Intake(taken, reader.skipped)
+    prepared = tuple(group for group in map(reader.read, groups) if group is not None)
+    return Intake(prepared, reader.skipped)
 
 
 class _Reader:

@@ -155,7 +155,7 @@ def _fill(
     """One round in which no micro-batch costs more than the longest sequence, and the remaining indices."""
     batches: list[list[int]] = [[] for _ in range(num_ranks)]
     rooms, spent = [max_tokens] * num_ranks, [0.0] * num_ranks
-    left: list[int] = []
+    remaining: list[int] = []
     for index in order:
         fits = [
             (spent[rank], rank)
@@ -164,10 +164,10 @@ def _fill(
             or (lengths[index] <= rooms[rank] and spent[rank] + costs[index] <= costs[order[0]])
         ]
         if not fits:
-            left.append(index)
+            remaining.append(index)
             continue
         rank = min(fits)[1]
         batches[rank].append(index)
         rooms[rank] -= lengths[index]
         spent[rank] += costs[index]
-    return batches, left
+    return batches, remaining

@@ -79,7 +79,7 @@ def choose_sequences(
     count = min(num_sequences, len(usable), max_tokens // 2)
     chosen = [usable[place * len(usable) // count] for place in range(count)]
     room, lengths = max_tokens, [0] * count
-    for left, index in enumerate(sorted(range(count), key=lambda i: len(chosen[i]))):
-        lengths[index] = min(len(chosen[index]), room // (count - left))
+    for num_done, index in enumerate(sorted(range(count), key=lambda i: len(chosen[i]))):
+        lengths[index] = min(len(chosen[index]), room // (count - num_done))
         room -= lengths[index]
     return [tokens[:length] for tokens, length in zip(chosen, lengths, strict=True)]

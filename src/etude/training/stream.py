@@ -87,7 +87,7 @@ class RecordedStream:
         then returned as they are. If `stop` returns True while it waits, the cursor is reset and nothing is
         returned. Raises StoreError, naming the part, on damage.
         """
-        taken: list[Group] = []
+        chosen: list[Group] = []
         before = self.state_dict()
         num_task = 0
         while True:
@@ -120,8 +120,8 @@ class RecordedStream:
                 num_task += 1
             self._prompts.add(prompt_digest(group))
             self.num_taken += 1
-            taken.append(group)
-        return taken
+            chosen.append(group)
+        return chosen
 
     def state_dict(self) -> dict[str, Any]:
         """The cursor as plain values, to be saved with the weights trained so far."""

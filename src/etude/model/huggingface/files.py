@@ -110,16 +110,16 @@ def open_tensors(directory: Path, fp8_block: tuple[int, int] | None) -> Iterator
             return
         weight_map = _read_index(directory / _INDEX)
         files = {name: _open(stack, directory / name) for name in sorted(set(weight_map.values()))}
-        held = {tensor: file for file, handle in files.items() for tensor in handle.keys()}  # noqa: SIM118
+        file_of = {tensor: file for file, handle in files.items() for tensor in handle.keys()}  # noqa: SIM118
         for tensor, file in weight_map.items():
-            if held.get(tensor) != file:
+            if file_of.get(tensor) != file:
                 raise CheckpointError(
                     "is not where the index says",
                     field=tensor,
                     received=file,
                     fix="fetch the checkpoint again: its files are of different versions",
                 )
-        yield FileTensors({tensor: files[file] for tensor, file in held.items()}, fp8_block)
+        yield FileTensors({tensor: files[file] for tensor, file in file_of.items()}, fp8_block)
 
 
 def write_tensors(directory: Path, tensors: Mapping[str, Entry], max_file_bytes: int) -> None:

@@ -24,8 +24,8 @@ def _after_warmup(config: OptimizerConfig, step: int, num_steps: int) -> float:
         return 1.0
     if config.schedule == "wsd":
         decay_steps = config.decay_share * num_steps
-        left = (num_steps - step) / decay_steps if decay_steps else 1.0
-        return max(config.final_share, min(1.0, left))
+        remaining = (num_steps - step) / decay_steps if decay_steps else 1.0
+        return max(config.final_share, min(1.0, remaining))
     span = max(1, num_steps - config.warmup_steps)
     progress = min(1.0, max(0.0, (step - config.warmup_steps) / span))
     if config.schedule == "cosine":

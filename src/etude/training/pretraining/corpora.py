@@ -74,10 +74,10 @@ class Corpus:
         """
         if share <= 0:
             return np.zeros(len(self), dtype=np.bool_)
-        held = self.hashes < share * _HASHES
-        if not held.any() and len(np.unique(self.hashes)) > 1:
-            held = self.hashes == self.hashes.min()
-        return held if not held.all() else np.zeros(len(self), dtype=np.bool_)
+        chosen = self.hashes < share * _HASHES
+        if not chosen.any() and len(np.unique(self.hashes)) > 1:
+            chosen = self.hashes == self.hashes.min()
+        return chosen if not chosen.all() else np.zeros(len(self), dtype=np.bool_)
 
 
 def open_corpus(files: SourceFiles, tokenizer: Tokenizer, end_token: int | None, cache: Path) -> Corpus:

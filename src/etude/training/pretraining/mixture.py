@@ -146,9 +146,9 @@ class Mixture:
         """
         reading = next(reading for reading in self._readings if reading.source.name == name)
         seen = np.zeros(len(reading.source.lengths), dtype=np.int64)
-        for number, (window, taken) in enumerate(reading.passes):
+        for number, (window, num_drawn) in enumerate(reading.passes):
             pieces = reading.source.pieces(window)
-            drawn = pieces[self._order(reading.source, number, len(pieces))[:taken]]
+            drawn = pieces[self._order(reading.source, number, len(pieces))[:num_drawn]]
             np.add.at(seen, drawn[:, 0], drawn[:, 2] - drawn[:, 1] - 1)
         for drawn, _ in self._pool:
             if self._readings[drawn.source] is reading:
@@ -225,10 +225,10 @@ class Mixture:
 
     def _draw_from(self, index: int) -> _Drawn:
         reading = self._readings[index]
-        number, taken = len(reading.passes) - 1, reading.passes[-1][1]
+        number, num_drawn = len(reading.passes) - 1, reading.passes[-1][1]
         reading.passes[-1][1] += 1
-        entry = _Drawn(index, number, int(reading.order[taken]))
-        if taken + 1 == len(reading.order):
+        entry = _Drawn(index, number, int(reading.order[num_drawn]))
+        if num_drawn + 1 == len(reading.order):
             reading.epochs += 1
             if not reading.exhausted:
                 self._begin_pass(reading)

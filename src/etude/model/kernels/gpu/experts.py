@@ -46,8 +46,8 @@ def mix_few_rows(x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, weigh
 def _members(chosen, row, expert, num_rows, TOP_K: tl.constexpr, SLOTS: tl.constexpr):
     """For each row [TILE]: whether it chose the expert, and at which index of its choices."""
     slot = tl.arange(0, SLOTS)
-    held = (row[:, None] < num_rows) & (slot[None, :] < TOP_K)
-    hits = tl.load(chosen + row[:, None] * TOP_K + slot[None, :], mask=held, other=-1) == expert
+    valid = (row[:, None] < num_rows) & (slot[None, :] < TOP_K)
+    hits = tl.load(chosen + row[:, None] * TOP_K + slot[None, :], mask=valid, other=-1) == expert
     return tl.sum(hits.to(tl.int32), axis=1) > 0, tl.sum(tl.where(hits, slot[None, :], 0), axis=1)
 
 
@@ -82,10 +82,10 @@ def _gate_up(
                 mask=member[:, None] & (depth[None, :] < WIDTH),
                 other=0.0,
             )
-            held = (depth[:, None] < WIDTH) & (column[None, :] < INNER)
+            valid = (depth[:, None] < WIDTH) & (column[None, :] < INNER)
             place = base + depth[:, None] * (2 * INNER) + column[None, :]
-            gate += tl.dot(rows, tl.load(place, mask=held, other=0.0), input_precision="ieee")
-            up += tl.dot(rows, tl.load(place + INNER, mask=held, other=0.0), input_precision="ieee")
+            gate += tl.dot(rows, tl.load(place, mask=valid, other=0.0), input_precision="ieee")
+            up += tl.dot(rows, tl.load(place + INNER, mask=valid, other=0.0), input_precision="ieee")
         product = gate / (1.0 + tl.exp(-gate)) * up
         out = gated + (row * TOP_K + slot)[:, None] * INNER + column[None, :]
         tl.store(out, product.to(gated.dtype.element_ty), mask=member[:, None] & (column[None, :] < INNER))
@@ -122,9 +122,9 @@ def _down(
                 mask=member[:, None] & (depth[None, :] < INNER),
                 other=0.0,
             )
-            held = (depth[:, None] < INNER) & (column[None, :] < WIDTH)
+            valid = (depth[:, None] < INNER) & (column[None, :] < WIDTH)
             place = base + depth[:, None] * WIDTH + column[None, :]
-            total += tl.dot(rows, tl.load(place, mask=held, other=0.0), input_precision="ieee")
+            total += tl.dot(rows, tl.load(place, mask=valid, other=0.0), input_precision="ieee")
         out = mixed + source[:, None] * WIDTH + column[None, :]
         tl.store(out, total, mask=member[:, None] & (column[None, :] < WIDTH))
 

@@ -257,17 +257,17 @@ def _attend(
     table = tables + tl.load(sequence + tile).to(tl.int64) * table_stride
     for start in range(split * SPLIT, end, BLOCK):
         place = start + tl.arange(0, BLOCK)
-        held = place < end
-        page = tl.load(table + place // PAGE, mask=held, other=0).to(tl.int64) * KV_HEADS + kv_head
+        valid = place < end
+        page = tl.load(table + place // PAGE, mask=valid, other=0).to(tl.int64) * KV_HEADS + kv_head
         k_main, scores = _score_block(
-            q_main, q_tail, keys + page * (MAIN + TAIL) * PAGE + place % PAGE, held, MAIN, TAIL, PAGE
+            q_main, q_tail, keys + page * (MAIN + TAIL) * PAGE + place % PAGE, valid, MAIN, TAIL, PAGE
         )
-        seen = held[None, :] & (place[None, :] <= position[:, None])
+        seen = valid[None, :] & (place[None, :] <= position[:, None])
         if VALUE_IN_KEY:
             v = tl.trans(k_main)
         else:
             strips = values + (page * PAGE + place % PAGE) * VALUE
-            v = tl.load(strips[:, None] + tl.arange(0, VALUE)[None, :], mask=held[:, None], other=0.0)
+            v = tl.load(strips[:, None] + tl.arange(0, VALUE)[None, :], mask=valid[:, None], other=0.0)
             v = v.to(q_main.dtype)
         scores = tl.where(seen, scores * scale, float("-inf"))
         best, weight, total = _absorb(scores, v, best, weight, total)
@@ -287,15 +287,15 @@ def _load_queries(queries, inside, FIRST: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _score_block(q_main, q_tail, strips, held, MAIN: tl.constexpr, TAIL: tl.constexpr, PAGE: tl.constexpr):
+def _score_block(q_main, q_tail, strips, valid, MAIN: tl.constexpr, TAIL: tl.constexpr, PAGE: tl.constexpr):
     """Products of a tile's queries with a block of keys, before the scale; and the keys' first part."""
     main = tl.arange(0, MAIN)
-    k_main = tl.load(strips[None, :] + main[:, None] * PAGE, mask=held[None, :], other=0.0)
+    k_main = tl.load(strips[None, :] + main[:, None] * PAGE, mask=valid[None, :], other=0.0)
     k_main = k_main.to(q_main.dtype)
     scores = tl.dot(q_main, k_main, input_precision="ieee")
     if TAIL > 0:
         tail = MAIN + tl.arange(0, TAIL)
-        k_tail = tl.load(strips[None, :] + tail[:, None] * PAGE, mask=held[None, :], other=0.0)
+        k_tail = tl.load(strips[None, :] + tail[:, None] * PAGE, mask=valid[None, :], other=0.0)
         k_tail = k_tail.to(q_tail.dtype)
         scores += tl.dot(q_tail, k_tail, input_precision="ieee")
     return k_main, scores

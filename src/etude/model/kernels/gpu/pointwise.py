@@ -47,10 +47,10 @@ def rotate(x: Tensor, cosine: Tensor, signed_sine: Tensor) -> Tensor:
 def _silu_gate(gate, up, out, gate_row, up_row, inner, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    held = column < inner
-    g = tl.load(gate + row * gate_row + column, mask=held, other=0.0).to(tl.float32)
-    u = tl.load(up + row * up_row + column, mask=held, other=0.0).to(tl.float32)
-    tl.store(out + row * inner + column, (g / (1.0 + tl.exp(-g)) * u).to(out.dtype.element_ty), mask=held)
+    valid = column < inner
+    g = tl.load(gate + row * gate_row + column, mask=valid, other=0.0).to(tl.float32)
+    u = tl.load(up + row * up_row + column, mask=valid, other=0.0).to(tl.float32)
+    tl.store(out + row * inner + column, (g / (1.0 + tl.exp(-g)) * u).to(out.dtype.element_ty), mask=valid)
 
 
 @triton.jit
@@ -69,11 +69,11 @@ def _rotate(
 ):
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = tl.arange(0, BLOCK)
-    held = column < WIDTH
+    valid = column < WIDTH
     source = x + row * x_row + head * x_head
-    own = tl.load(source + column, mask=held, other=0.0).to(tl.float32)
-    other = tl.load(source + (column + WIDTH // 2) % WIDTH, mask=held, other=0.0).to(tl.float32)
-    cos = tl.load(cosine + row * cosine_row + column, mask=held, other=0.0).to(tl.float32)
-    sin = tl.load(signed_sine + row * sine_row + column, mask=held, other=0.0).to(tl.float32)
+    own = tl.load(source + column, mask=valid, other=0.0).to(tl.float32)
+    other = tl.load(source + (column + WIDTH // 2) % WIDTH, mask=valid, other=0.0).to(tl.float32)
+    cos = tl.load(cosine + row * cosine_row + column, mask=valid, other=0.0).to(tl.float32)
+    sin = tl.load(signed_sine + row * sine_row + column, mask=valid, other=0.0).to(tl.float32)
     turned = own * cos + other * sin
-    tl.store(out + (row * HEADS + head) * WIDTH + column, turned.to(out.dtype.element_ty), mask=held)
+    tl.store(out + (row * HEADS + head) * WIDTH + column, turned.to(out.dtype.element_ty), mask=valid)
