@@ -178,16 +178,17 @@ def tells_command(
     from etude.environment.tells import compare
 
     token = read_secret_file(token_file, "--token-file")
-    one, two = asyncio.run(_probe((left, right), tools, num_calls, token))
-    found = compare(one, two)
+    seen_left, seen_right = asyncio.run(_probe((left, right), tools, num_calls, token))
+    found = compare(seen_left, seen_right)
+    num_seen = len(seen_left | seen_right)
     open_ones = [tell for tell in found if tell.reason is None]
     if as_json:
         rows = [asdict(tell) for tell in found]
-        print_json({"left": left, "right": right, "tells": rows, "num_seen": len(set(one) | set(two))})
+        print_json({"left": left, "right": right, "tells": rows, "num_seen": num_seen})
     else:
-        _print_tells(found, {**one} if show_all else {})
+        _print_tells(found, {**seen_left} if show_all else {})
         error_console().print(
-            f"{len(set(one) | set(two))} properties compared, {len(found)} differ, "
+            f"{num_seen} properties compared, {len(found)} differ, "
             f"{len(open_ones)} without a documented reason"
         )
     if open_ones:

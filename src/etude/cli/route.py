@@ -163,7 +163,7 @@ def _changed(config: RouterConfig, given: Mapping[str, Any]) -> RouterConfig:
     tree = config.model_dump()
     for name, value in given.items():
         if isinstance(value, dict) and name != "arms":
-            tree[name] |= {inner: one for inner, one in value.items() if one is not None}
+            tree[name] |= {k: v for k, v in value.items() if v is not None}
         elif value is not None:
             tree[name] = value
     return parse_section(RouterConfig, tree)
@@ -198,7 +198,7 @@ def _window(text: str) -> LendingWindowConfig:
 def _load(text: str) -> LendingLoadConfig:
     try:
         lender, borrower, most, tokens = text.split(",")
-        idle, busy = (float(one) for one in tokens.split("-"))
+        idle, busy = (float(bound) for bound in tokens.split("-"))
         return LendingLoadConfig(
             lender=lender, borrower=borrower, busy_tokens=busy, idle_tokens=idle, most=int(most)
         )

@@ -259,8 +259,8 @@ def import_command(
     if as_json:
         print_json(asdict(report))
     else:
-        for one in report.rejects:
-            typer.echo(f"{one['row']}: rejected: {one['reason']}")
+        for reject in report.rejects:
+            typer.echo(f"{reject['row']}: rejected: {reject['reason']}")
     made, rejected = count_steps(len(report.written), "task"), count_steps(len(report.rejects), "row")
     error_console().print(f"{made}, {rejected} rejected", highlight=False)
     if not report.written:

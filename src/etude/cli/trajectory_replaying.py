@@ -165,17 +165,11 @@ def replay_document(replay: Replay) -> dict[str, Any]:
             for difference in replay.differences
         ],
         "other_durations": [
-            {"turn": entry.turn + 1, "position": entry.position + 1, "tool": entry.call.name}
-            for entry in replay.slower
+            {"turn": c.turn + 1, "position": c.position + 1, "tool": c.call.name} for c in replay.slower
         ],
         "not_replayed": [
-            {
-                "turn": entry.turn + 1,
-                "position": entry.position + 1,
-                "tool": entry.call.name,
-                "reason": entry.reason,
-            }
-            for entry in replay.from_record
+            {"turn": c.turn + 1, "position": c.position + 1, "tool": c.call.name, "reason": c.reason}
+            for c in replay.from_record
         ],
         "notes": replay.notes,
     }

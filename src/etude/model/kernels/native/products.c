@@ -1,10 +1,10 @@
 /* Products of matrices that change at every step: c (+)= a b, whatever the strides of a and b.
  *
- * Blocks of b are packed into panels of a tile's columns, and blocks of a that are not read along their rows into
- * bands of a tile's rows, in the order in which the tiles read them (Goto and van de Geijn 2008). Threads cut c
- * between them; each value of it adds up its terms in blocks of DEPTH, in an order that does not depend on how.
- * Where the engine's bits are asked for, the blocks of a sum go on from each other: its terms are then added up one
- * by one from the first to the last, as in matrices.c.
+ * Blocks of b are packed into panels of TILE_COLUMNS columns, and blocks of a whose rows are not contiguous into
+ * bands of TILE_ROWS rows, in the order in which the tiles read them (Goto and van de Geijn 2008). The threads divide
+ * c among them; each value is summed in blocks of DEPTH terms, in an order independent of the number of threads.
+ * With `as_engine`, each block continues the sum of the one before: the terms are added in order into one
+ * accumulator, as in matrices.c, and the result is bitwise equal to the engine's.
  */
 
 #include "products.h"
@@ -37,12 +37,12 @@ float *thread_memory(int64_t floats)
         memory_floats = (floats + 1023) / 1024 * 1024;
         memory = aligned_alloc(64, (size_t)memory_floats * sizeof(float));
         if (!memory || pthread_setspecific(ending, memory))
-            abort(); /* a thread has nobody to tell */
+            abort(); /* a thread cannot return an error */
     }
     return memory;
 }
 
-/* Panels [columns / TILE_COLUMNS][depth][TILE_COLUMNS], the last one padded with zeros. */
+/* Packs b into panels [columns / TILE_COLUMNS][depth][TILE_COLUMNS]; the last is padded with zeros. */
 static void pack_right(const Product *p, int64_t first, int64_t depth, int64_t column, int64_t columns, float *to)
 {
     for (int64_t panel = 0; panel < columns; panel += TILE_COLUMNS, to += depth * TILE_COLUMNS) {
@@ -61,7 +61,7 @@ static void pack_right(const Product *p, int64_t first, int64_t depth, int64_t c
     }
 }
 
-/* Bands [rows / tile][depth][tile]; rows behind the last are left out. */
+/* Packs a into bands [rows / tile][depth][tile]; rows after the last are not written. */
 static void pack_left(const Product *p, int64_t row, int64_t rows, int64_t first, int64_t depth, float *to)
 {
     const int64_t tile = TILE_ROWS(TILE_VECTORS);
@@ -82,7 +82,7 @@ static void pack_left(const Product *p, int64_t row, int64_t rows, int64_t first
     }
 }
 
-/* A band of rows against one panel; `columns` of it are written. */
+/* The product of a band of rows and one panel; writes its first `columns` columns. */
 static BLOCK void panel_band(int64_t rows, int64_t columns, int64_t depth, Left a, const float *panel, float *c,
                              int64_t c_row, int add)
 {
@@ -154,11 +154,11 @@ static void run_product(Team *team, int thread, void *argument)
 
 void etude_product(const Product *product, int64_t threads) { run_pieces((int)threads, run_product, (void *)product); }
 
-/* Values of a vector here. */
+/* Number of floats per SIMD vector on this machine. */
 int64_t etude_lanes(void) { return LANES; }
 
-/* Whether these products outrun the MKL within PyTorch, as they do on AMD's processors: by a few percent of a product,
- * and by what an expert's two products save when they are one call. */
+/* Whether these products are faster than PyTorch's MKL, as on AMD processors: a few percent per product, plus the
+ * call saved per expert, whose two products are one call. */
 int64_t etude_outruns_mkl(void)
 {
 #if defined(__AVX2__) && defined(__FMA__) && defined(__x86_64__)

@@ -1,4 +1,4 @@
-/* A product of matrices, whole or in parts, and the gate between two of them: what the trainer's experts are made of. */
+/* The trainer's experts: a product of matrices, whole or in parts, and the activation (SwiGLU) between two of them. */
 
 #ifndef ETUDE_PRODUCTS_H
 #define ETUDE_PRODUCTS_H
@@ -13,12 +13,12 @@ typedef struct {
     float *c;
     int64_t c_row;              /* and (r, j) of c at c[r * c_row + j] */
     int64_t add;
-    int64_t as_engine;          /* not with `add` */
+    int64_t as_engine;          /* bitwise as in the engine; not together with `add` */
 } Product;
 
-/* Floats of scratch space, aligned to a cache line, that a thread needs for its part of any product. */
+/* Size in floats of the scratch memory, aligned to a cache line, that a thread needs for its part of any product. */
 int64_t product_floats(void);
-/* The rows and columns that are given, by one thread; their bits do not depend on which are. */
+/* Computes these rows and columns on the calling thread. Each value has the same bits however c is divided. */
 void product_part(const Product *p, int64_t row, int64_t row_end, int64_t column, int64_t column_end, float *scratch);
 
 /* silu(gate) * up * scale, row by row. */
@@ -28,14 +28,14 @@ typedef struct {
     int64_t stride;
     const float *scale;         /* [rows], or NULL for ones */
     float *out;                 /* [rows, size] */
-    const float *to_out;        /* [rows, size], or NULL: forwards alone */
+    const float *to_out;        /* [rows, size]: its gradient; NULL: forward pass only */
     float *to_gate, *to_up;     /* rows lie `to_stride` apart */
     int64_t to_stride;
-    float *to_scale;            /* [rows], where there is a scale */
+    float *to_scale;            /* [rows]; NULL without `scale` */
     atomic_long counter;
 } Gate;
 
-/* `out` where it is given, and gradients where `to_out` is. */
+/* Computes `out` if it is not NULL, and the gradients if `to_out` is not. */
 void gate_row(const Gate *gate, int64_t row);
 
 #endif

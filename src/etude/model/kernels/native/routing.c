@@ -1,4 +1,4 @@
-/* The router: a softmax over all experts, or sigmoids with a bias on the choice and groups (DeepSeek-V3, 2024). */
+/* The router: softmax over all experts, or sigmoids with selection bias and expert groups (DeepSeek-V3, 2024). */
 
 #include "forward.h"
 
@@ -12,7 +12,7 @@ static int64_t best_of(int64_t count, const float *scores)
     return best;
 }
 
-/* Leaves the scores of the best groups and makes the others -inf; a group counts by the sum of its two best. */
+/* Sets the scores outside the best groups to -inf; groups are ranked by the sum of their two best scores. */
 static void keep_groups(const Model *m, float *scores, float *groups)
 {
     int64_t size = m->experts / m->groups;
@@ -32,7 +32,7 @@ static void keep_groups(const Model *m, float *scores, float *groups)
             scores[e] = -INFINITY;
 }
 
-/* What experts are chosen by, made from their activated scores. */
+/* The selection scores of the experts, from their activated scores. */
 static float *rank_experts(const Model *m, const Layer *layer, float *scores, float *scratch)
 {
     if (!m->sigmoid)

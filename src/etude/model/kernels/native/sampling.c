@@ -1,10 +1,10 @@
-/* Drawing tokens: the output head, temperature, truncation, and the inverse of the cumulative distribution. */
+/* Sampling: the output head, temperature, truncation, and inversion of the cumulative distribution. */
 
 #include "sampling.h"
 
 #include <stdlib.h>
 
-#define STRETCH 256     /* tokens whose masses are added up before one of them is looked for */
+#define STRETCH 256     /* tokens per block: the sum of a block decides whether it is searched */
 
 typedef struct {
     const Draw *draw;
@@ -19,7 +19,7 @@ typedef struct {
 
 int64_t etude_sample_floats(int64_t vocabulary, int64_t threads) { return threads * 4 * (vocabulary + 16); }
 
-/* Heavier first; of two equals, the lower number. */
+/* Orders by descending mass, then by ascending token id. */
 static int compare(const void *a, const void *b)
 {
     const Candidate *left = a, *right = b;
@@ -38,8 +38,8 @@ static int64_t collect(int64_t size, const float *masses, float least, Candidate
     return count;
 }
 
-/* Sets to 0 what top-k, top-p and min-p cut from a row's masses, of which the largest is 1; returns the sum of the
- * rest. Only tokens that may stay are sorted: those above a bound that falls until they suffice. */
+/* Applies top-k, top-p and min-p: sets the masses of excluded tokens to 0 and returns the sum of the rest. The
+ * largest mass is 1. To sort few tokens, only those above a bound are; it is lowered until they suffice. */
 static double truncate_masses(int64_t size, double total, int64_t top_k, float top_p, float min_p, float *masses,
                               Candidate *candidates)
 {
@@ -64,8 +64,7 @@ static double truncate_masses(int64_t size, double total, int64_t top_k, float t
     return sum;
 }
 
-/* The first token whose cumulative mass exceeds `share` of all; never one without mass, but for masses that are no
- * numbers. */
+/* The first token whose cumulative mass exceeds `share` of the total. Its mass is never 0, except if masses are NaN. */
 static int64_t invert(int64_t size, const float *masses, double share)
 {
     double total = 0, before = 0;

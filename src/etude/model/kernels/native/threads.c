@@ -1,4 +1,4 @@
-/* A team of threads that sleep between calls and spin briefly within one. */
+/* A thread pool: threads sleep between calls, and spin briefly before they sleep. */
 
 #include "common.h"
 
@@ -16,27 +16,27 @@
 #define PAUSE() ((void)0)
 #endif
 
-/* A thread's part of the job that the team does, and of the one before or after it, by turns. */
+/* A thread's share of the current job. The counters alternate: the other one is of the previous or the next job. */
 typedef struct {
-    _Alignas(64) atomic_long taken[2];  /* its pieces that some thread has */
-    int jobs;                           /* that it has begun */
+    _Alignas(64) atomic_long taken[2];  /* number of its pieces that a thread has claimed */
+    int jobs;                           /* number of jobs begun */
 } Part;
 
 struct Team {
     int threads;
     atomic_int arrived;
     atomic_int round;
-    Part *parts;                        /* of each thread; NULL where threads do not meet */
+    Part *parts;                        /* of each thread; NULL if threads never synchronize */
 };
 
-static pthread_mutex_t owner = PTHREAD_MUTEX_INITIALIZER;   /* held for as long as a team works */
+static pthread_mutex_t owner = PTHREAD_MUTEX_INITIALIZER;   /* locked during a call */
 static pthread_mutex_t door = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t bell = PTHREAD_COND_INITIALIZER;
 static atomic_int call;         /* number of the current call */
-static atomic_int busy;         /* helpers that have not finished it */
-static int helpers;             /* threads that exist beside the caller */
-static int born[MAX_THREADS]; /* `call` when each was made */
-static pid_t home;              /* the process in which they do: a fork takes none along */
+static atomic_int busy;         /* number of helpers that have not finished it */
+static int helpers;             /* number of threads, without the caller */
+static int born[MAX_THREADS]; /* `call` at the creation of each */
+static pid_t home;              /* their process: a forked child has none of them */
 static Part parts[MAX_THREADS];
 static Team team = {.parts = parts};
 static Work work;
@@ -67,7 +67,7 @@ Job begin_job(Team *t, int thread, int64_t count)
     if (t && t->parts) {
         Part *own = t->parts + thread;
         job.parity = own->jobs++ & 1;
-        atomic_store_explicit(&own->taken[!job.parity], 0, memory_order_relaxed);   /* read after the next meeting */
+        atomic_store_explicit(&own->taken[!job.parity], 0, memory_order_relaxed);   /* read after the next barrier */
     }
     return job;
 }
@@ -109,7 +109,7 @@ static void *help(void *number)
     return NULL;
 }
 
-/* One more helper, with all signals blocked: they are for the interpreter's own threads. */
+/* Starts a helper, with all signals blocked: only the interpreter's own threads may handle them. */
 static int add_helper(void)
 {
     pthread_t made;
@@ -127,14 +127,14 @@ static int add_helper(void)
     return !failed;
 }
 
-/* Makes the helpers that are missing; returns how many threads there are, the caller included. */
+/* Starts missing helpers; returns the number of threads that can be used, with the caller. */
 static int gather(int threads)
 {
     if (home != getpid()) {
         home = getpid();
         helpers = 0;
         atomic_store(&call, 0);
-        door = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER; /* they remember the parent's helpers */
+        door = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER; /* their state refers to the parent's helpers */
         bell = (pthread_cond_t)PTHREAD_COND_INITIALIZER;
     }
     while (helpers < threads - 1 && add_helper())
@@ -184,9 +184,9 @@ typedef struct {
 } Pieces;
 
 static void (*borrowed)(void (*)(void *), void *, unsigned, unsigned);
-static pid_t lender; /* the process whose threads those are: in a fork of it, GNU's library waits for them for ever */
+static pid_t lender; /* the process of those threads: in a forked child, GNU's library would wait for them forever */
 
-/* `parallel`: GOMP_parallel of the OpenMP library that PyTorch has loaded. */
+/* Runs pieces on PyTorch's threads from now on. `parallel`: GOMP_parallel of the OpenMP library it has loaded. */
 void etude_borrow_threads(void *parallel)
 {
     borrowed = parallel;

@@ -1,7 +1,7 @@
-/* Products of small blocks that lie in the cache: what gradients and attention are made of.
+/* Products of small blocks that fit into the cache, used for gradients and attention.
  *
- * A tile of the result is kept in registers and adds up its terms one by one from the first to the last, whatever
- * its shape: its bits depend on its row and its column alone.
+ * A tile of the result is kept in registers, and its terms are added in order, whatever its shape: the bits of a
+ * value depend only on its row of a and its column of b.
  */
 
 #ifndef ETUDE_TILES_H
@@ -10,25 +10,25 @@
 #include "common.h"
 
 #if LANES == 16 || defined(__ARM_NEON)
-#define TILE_VECTORS 4          /* vectors of columns of the widest tile; thirty-two registers */
+#define TILE_VECTORS 4          /* columns of the widest tile, in vectors; for 32 registers */
 #define TILE_ROWS(vectors) ((vectors) == 4 ? 6 : (vectors) == 3 ? 8 : 12)
 #else
-#define TILE_VECTORS 2          /* sixteen registers: twelve sums, two vectors of b, one value of a */
+#define TILE_VECTORS 2          /* for 16 registers: 12 sums, 2 vectors of b, 1 value of a */
 #define TILE_ROWS(vectors) ((vectors) == 2 ? 6 : 8)
 #endif
 
-/* The left side of a product: value (r, i) lies at values[r * row + i * step]. */
+/* The left operand of a product: value (r, i) is values[r * row + i * step]. */
 typedef struct {
     const float *values;
     int64_t row, step;
 } Left;
 
-/* What becomes of the values that a product's place has. CONTINUE: their sums go on where they are, as if the terms
- * had been one block; ADD: the block's own sum is added to them. */
+/* How a product is combined with the values in its destination. SET: replaces them. ADD: is summed separately, then
+ * added to them. CONTINUE: its terms are added to them one by one, as if all terms had been one block. */
 enum { SET, ADD, CONTINUE };
 
-/* c[rows, vectors] (+)= a b, where b[k, ldb] and c[rows, ldc] hold whole vectors. All but k, the pointers and the
- * strides are constants at each call. */
+/* c[rows, vectors] (+)= a b; rows of b[k, ldb] and c[rows, ldc] consist of whole vectors. At each call all arguments
+ * except k, the pointers and the strides are compile-time constants. */
 INLINE void small_tile(const int rows, const int vectors, int64_t k, Left a, const float *b, int64_t ldb, float *c,
                        int64_t ldc, int add)
 {
@@ -66,7 +66,7 @@ INLINE void small_column(const int vectors, int64_t rows, int64_t k, Left a, con
         small_tile(1, vectors, k, (Left){a.values + r * a.row, a.row, a.step}, b, ldb, c + r * ldc, ldc, add);
 }
 
-/* c[rows, columns] (+)= a[rows, k] b[k, columns]; `columns`, a multiple of LANES. */
+/* c[rows, columns] (+)= a[rows, k] b[k, columns]; `columns` is a multiple of LANES. */
 INLINE void small_product(int64_t rows, int64_t columns, int64_t k, Left a, const float *b, int64_t ldb, float *c,
                           int64_t ldc, int add)
 {
@@ -82,7 +82,7 @@ INLINE void small_product(int64_t rows, int64_t columns, int64_t k, Left a, cons
     }
 }
 
-/* Memory of the calling thread, at least `floats` long and aligned to a cache line, until its next call. */
+/* A buffer of at least `floats` floats, aligned to a cache line; valid until the calling thread's next call. */
 float *thread_memory(int64_t floats);
 
 #endif
