@@ -357,7 +357,7 @@ class EditorAgent:
         sandbox = replace(self._sandbox, in_place=folder.meta.in_place)
         # In place, the tools and the editor both use the files on disk.
         tree = disk if sandbox.in_place else EditorTree(disk, self._client, session.id, fs)
-         Face(=face = Frontend(= Face(session.emit, session.allow, session)
+        face = Frontend(session.emit, session.allow, session)
         if (disk.root, sandbox) not in self._backends:
             notes: list[str] = []
             opened = await open_surroundings(sandbox, disk.root, notes.append)
