@@ -14,10 +14,10 @@ from etude.config import parse_config
 from etude.kit.durable import (
     DRAFTS,
     make_directory,
-    old_of,
     read_record,
     recover_directory,
     remove_directory,
+    retired_path,
     whole_directory,
     whole_file,
     write_bytes,
@@ -141,7 +141,7 @@ def test_a_folder_in_use_is_the_old_or_the_new_one_wherever_its_replacement_is_k
     subprocess.run([sys.executable, "-c", REPLACED, str(tmp_path), str(num_renames)], check=False)
     recover_directory(tmp_path / "folder")
     assert (tmp_path / "folder" / "a").read_text() == contents
-    assert not old_of(tmp_path / "folder").exists()
+    assert not retired_path(tmp_path / "folder").exists()
 
 
 def test_a_folder_that_is_removed_has_no_name_while_its_files_go(

@@ -7,7 +7,15 @@ import logging
 
 import pytest
 
-from etude.kit.tasks import Changes, Tasks, end_tasks, finish_all, start_watched, to_the_end, unless
+from etude.kit.tasks import (
+    Changes,
+    Tasks,
+    end_tasks,
+    finish_all,
+    finish_despite_cancel,
+    start_watched,
+    unless,
+)
 
 
 async def fail() -> None:
@@ -121,7 +129,7 @@ def test_a_cancelled_caller_waits_for_what_must_not_stop_halfway() -> None:
             await asyncio.sleep(0.01)
             done = True
 
-        caller = asyncio.create_task(to_the_end(work()))
+        caller = asyncio.create_task(finish_despite_cancel(work()))
         await asyncio.sleep(0)
         caller.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -192,7 +200,7 @@ def test_all_who_wait_for_a_change_look_at_each_until_it_is_theirs() -> None:
         changes, number = Changes(), 0
         waiting = [asyncio.ensure_future(changes.until(lambda n=n: number >= n)) for n in (0, 1, 2)]
         for number in (0, 1, 2):
-            changes.tell()
+            changes.notify()
             await asyncio.sleep(0.01)
             assert [one.done() for one in waiting] == [number >= n for n in (0, 1, 2)]
 

@@ -144,13 +144,13 @@ def test_a_listener_that_raises_loses_nobody_an_answer() -> None:
 def test_output_is_heard_until_its_request_is_answered_or_its_background_command_has_ended() -> None:
     outputs, heard = Outputs(), list[tuple[int, bytes]]()
     for request_id in (4, 5):
-        outputs.expect(request_id, lambda number, data: heard.append((number, data)))
+        outputs.add_listener(request_id, lambda number, data: heard.append((number, data)))
     outputs.on_event({**output(7), "id": 5}, b"before its process id is known")
-    outputs.started(7, 5)
+    outputs.on_started(7, 5)
     for request_id in (4, 5):
-        outputs.answered(request_id)
+        outputs.on_answered(request_id)
         outputs.on_event({**output(7), "id": request_id}, b"later")
-    outputs.ended(7)
+    outputs.on_ended(7)
     outputs.on_event({**output(7), "id": 5}, b"too late")
     assert heard == [(1, b"before its process id is known"), (1, b"later")]
 
@@ -167,7 +167,7 @@ def test_the_time_for_which_a_sandbox_is_copied_does_not_count_for_a_command(
         sandbox.attach(channel)
         job = asyncio.ensure_future(sandbox.job({"op": "command", "timeout_s": 0.0}))
         await asyncio.sleep(0)
-        with sandbox.closed():
+        with sandbox.calls_blocked():
             await asyncio.sleep(0.5)
             assert not channel.closed
             theirs.send(pack({"id": 1}, b"late"))

@@ -69,7 +69,7 @@ def test_a_machine_whose_holding_was_cancelled_answers_again(tmp_path: Path) -> 
         sandbox.attach(channel)
 
         async def hold() -> None:
-            async with sandbox.held():
+            async with sandbox.held_for_copy():
                 raise AssertionError("it was cancelled before the answer came")
 
         holding = asyncio.ensure_future(hold())

@@ -94,7 +94,7 @@ def test_the_bound_counts_forks_and_kills_free_places_once() -> None:
     async def scenario(pool: PooledBackend, inner: SlowBackend) -> None:
         parent = await pool.create(ONE)
         copies = await parent.fork(2)
-        assert pool.held == 3
+        assert pool.num_held == 3
         with pytest.raises(CapacityError):
             await parent.fork(1)
         with pytest.raises(CapacityError, match="3 places in all"):
@@ -103,9 +103,9 @@ def test_the_bound_counts_forks_and_kills_free_places_once() -> None:
         assert not isinstance(first, SandboxError)
         await asyncio.gather(first.kill(), first.kill())
         await first.kill()
-        assert pool.held == 2
+        assert pool.num_held == 2
         await pool.create(ONE)
-        assert pool.held == 3
+        assert pool.num_held == 3
         assert len(await pool.list()) == 3
 
     in_pool(3, scenario, 0.2)
@@ -158,7 +158,7 @@ def test_a_sandbox_that_expires_frees_its_place() -> None:
         assert (await other.get_info()).state == "running"
         with pytest.raises(SandboxMissingError):
             await pool.connect(brief.id)
-        assert pool.held == 1
+        assert pool.num_held == 1
 
     in_pool(1, scenario)
 
@@ -170,7 +170,7 @@ def test_a_sandbox_that_dies_by_itself_frees_its_place_for_who_waits() -> None:
         await asyncio.sleep(0)
         await next(iter(inner.live)).kill()
         await waiting
-        assert pool.held == 1
+        assert pool.num_held == 1
 
     in_pool(1, scenario)
 
@@ -180,7 +180,7 @@ def test_a_paused_sandbox_holds_no_place_and_waits_to_wake() -> None:
         sleeper = await pool.create(ONE)
         await sleeper.pause("filesystem")
         await sleeper.pause("filesystem")
-        assert pool.held == 0
+        assert pool.num_held == 0
         other = await pool.create(ONE)
         with pytest.raises(CapacityError):
             await sleeper.resume()
@@ -189,10 +189,10 @@ def test_a_paused_sandbox_holds_no_place_and_waits_to_wake() -> None:
         again = await pool.connect(sleeper.id)
         await sleeper.resume()
         assert again is sleeper
-        assert pool.held == 1
+        assert pool.num_held == 1
         await sleeper.pause("filesystem")
         await sleeper.kill()
-        assert pool.held == 0
+        assert pool.num_held == 0
 
     async def bounded(pool: PooledBackend, inner: SlowBackend) -> None:
         await scenario(pool, inner)
@@ -218,14 +218,14 @@ def test_a_sandbox_that_is_waking_keeps_its_place_while_others_wait() -> None:
         await begun.wait()
         waiting = asyncio.ensure_future(pool.create(ONE))
         await until(lambda: sum(pool.waiting.values()) == 1)
-        await pool._look()
-        assert pool.held == sum(pool.waiting.values()) == 1
+        await pool._refresh()
+        assert pool.num_held == sum(pool.waiting.values()) == 1
         gate.set()
         await waking
-        assert pool.held == sum(pool.waiting.values()) == 1
+        assert pool.num_held == sum(pool.waiting.values()) == 1
         await sleeper.kill()
         await waiting
-        assert pool.held == 1
+        assert pool.num_held == 1
 
     in_pool(1, scenario)
 
@@ -241,7 +241,7 @@ def test_a_sandbox_that_is_killed_while_it_waits_to_wake_takes_no_place() -> Non
         await other.kill()
         with pytest.raises(SandboxMissingError):
             await waking
-        assert pool.held == 0
+        assert pool.num_held == 0
         inner.most_live = 1  # the memory backend counts sleeping ones as live
 
     in_pool(1, scenario)
@@ -251,16 +251,16 @@ def test_a_cancelled_start_and_a_failed_start_give_their_places_back() -> None:
     async def scenario(pool: PooledBackend, inner: SlowBackend) -> None:
         inner.gate.clear()
         starting = asyncio.ensure_future(pool.create(ONE))
-        await until(lambda: pool.held == 1)
+        await until(lambda: pool.num_held == 1)
         starting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await starting
-        assert pool.held == 0
+        assert pool.num_held == 0
         inner.gate.set()
         inner.failures = 1
         with pytest.raises(SandboxError, match="on purpose"):
             await pool.create(ONE)
-        assert pool.held == 0
+        assert pool.num_held == 0
 
     in_pool(1, scenario)
 
@@ -286,13 +286,13 @@ def test_a_sandbox_moves_from_pool_to_pool_and_so_does_its_place() -> None:
         sandbox = await source.create(ONE, metadata={"tenant": "amber"})
         await sandbox.files.write("b.txt", "2")
         moved = await sandbox.migrate(target)
-        assert (source.held, target.held) == (0, 1)
+        assert (source.num_held, target.num_held) == (0, 1)
         assert await moved.files.read("b.txt") == b"2"
         again = await source.create(ONE)
         with pytest.raises(CapacityError):
             await again.migrate(target)
         assert (await again.get_info()).state == "running"
-        assert source.held == 1
+        assert source.num_held == 1
         await source.close()
         await target.close()
 

@@ -201,7 +201,7 @@ def test_errors_cross_the_wire_as_themselves() -> None:
         with pytest.raises(SnapshotError):
             await backend.delete_snapshot("none")
         with pytest.raises(UserError, match="backend"):
-            await RemoteBackend(backend.line.url, TOKEN, "another").list()
+            await RemoteBackend(backend.connection.url, TOKEN, "another").list()
         await sandbox.kill()
         await sandbox.kill()
 
@@ -541,7 +541,7 @@ def test_torn_and_foreign_answers_are_errors_of_ours(reply: bytes, kind: type[Ex
         sandbox = backend.adopt("any")
         with pytest.raises(kind, match=text):
             await sandbox.commands.run("echo a")
-        backend.forget("any")
+        backend.remove("any")
         await backend.close()
         server.close()
 
@@ -580,7 +580,7 @@ def test_any_stream_of_a_file_is_taken_whole_or_refused(frames: list[tuple[dict[
         target = Path(directory, "target")
         with contextlib.suppress(SandboxError), receive_file(target) as writer:
             for header, piece in frames:
-                writer.take(header, piece)
+                writer.write_frame(header, piece)
             if not writer.is_whole:
                 raise SandboxError("torn")
         ends = [header.get("num_bytes") for header, _ in frames[-1:] if header.get("event") == "end"]

@@ -485,18 +485,18 @@ def test_output_that_nobody_takes_is_bounded_and_counted() -> None:
         buffer.put(1, b"b" * 30)
         buffer.put(2, b"c" * 30)
         buffer.put(1, b"d" * 5)
-        frames = [frame for packed in buffer.take() for frame in Unpacker().feed(packed)]
+        frames = [frame for packed in buffer.pop_frames() for frame in Unpacker().feed(packed)]
         assert frames == [
             ({"event": "output", "fd": 1}, b"a" * 60 + b"b" * 30),
             ({"event": "output", "fd": 2}, b"c" * 10),
             ({"event": "dropped", "num_bytes": 25}, b""),
         ]
-        assert buffer.take() == []
+        assert buffer.pop_frames() == []
         buffer.put(1, b"e")
-        assert len(buffer.take()) == 1
+        assert len(buffer.pop_frames()) == 1
         buffer.finish()
         buffer.put(1, b"late")
-        assert buffer.take() == []
+        assert buffer.pop_frames() == []
 
     asyncio.run(run())
 
@@ -667,7 +667,7 @@ def test_an_expired_sandbox_tells_its_agent_so_also_once_it_is_forgotten(
             await until(lambda: not backend._live)
             await slow
             await client.get("/metrics")
-            assert state.known(sandbox) is None
+            assert state.get(sandbox) is None
             late = (await call(client, sandbox, "read", path="a")).json()
             assert late["error"]["kind"] == "SandboxKilledByAgentError"
         assert len(state._ended) == 1
@@ -684,7 +684,7 @@ def test_sandboxes_that_ended_by_themselves_do_not_pile_up(monkeypatch: pytest.M
         await asyncio.sleep(0.02)
         await create(client)
         state = client.state  # type: ignore[attr-defined]
-        await until(lambda: [state.known(sandbox_id) for sandbox_id in ended] == [None] * 4)
+        await until(lambda: [state.get(sandbox_id) for sandbox_id in ended] == [None] * 4)
 
     ask(scenario)
 

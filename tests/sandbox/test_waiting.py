@@ -120,7 +120,7 @@ def test_time_for_which_a_sandbox_stands_still_is_no_time_of_its_commands(tmp_pa
             return len(await sandbox.files.list()) == 2
 
         assert await becomes_true(have_begun)
-        async with sandbox.standing_still():
+        async with sandbox.frozen():
             await asyncio.sleep(5.5)
         for result in await running:
             assert (result.timed_out, result.stdout) == (False, "done\n")

@@ -16,7 +16,7 @@ from etude.errors import ConfigError, StoreError, UserError
 from etude.serving.access import AccessError, check_names, find_token
 from etude.serving.application import Json, bearer_required, build_application, read_body, read_request
 from etude.serving.errors import BodyTooLargeError, ErrorShape, OpenAIErrors, OwnErrors
-from etude.serving.process import HeadTimedProtocol, ServerThread
+from etude.serving.process import HeaderTimeoutProtocol, ServerThread
 
 OWN = OwnErrors({StoreError: 507})
 OPENAI = OpenAIErrors(
@@ -172,7 +172,7 @@ def test_a_body_is_refused_while_it_comes() -> None:
 
 
 def test_a_connection_without_a_whole_request_does_not_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(HeadTimedProtocol, "head_s", 0.2)
+    monkeypatch.setattr(HeaderTimeoutProtocol, "head_s", 0.2)
     with ServerThread(application()) as server:
         port = int(server.url.rpartition(":")[2])
         request = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
@@ -186,7 +186,7 @@ def test_a_connection_without_a_whole_request_does_not_stay(monkeypatch: pytest.
 
 
 def test_an_answer_that_takes_longer_than_a_head_may_is_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(HeadTimedProtocol, "head_s", 0.05)
+    monkeypatch.setattr(HeaderTimeoutProtocol, "head_s", 0.05)
     app = application()
 
     @app.get("/slow")

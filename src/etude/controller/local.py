@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 
 from etude.errors import PartLostError
-from etude.kit.tasks import Tasks, ended_by_others, start_watched
+from etude.kit.tasks import Tasks, explain_cancelled_call, start_watched
 from etude.protocols import Handle, Resources
 
 T = TypeVar("T")
@@ -89,7 +89,7 @@ class LocalHandle(Handle[T]):
 
     async def _unless_killed(self, answer: Awaitable[Any]) -> Any:
         running = self._running.add(asyncio.ensure_future(answer))
-        with ended_by_others(self._check_alive):
+        with explain_cancelled_call(self._check_alive):
             return await running
 
     def _check_alive(self) -> None:

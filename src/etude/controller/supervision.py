@@ -246,7 +246,7 @@ class Supervisor(Generic[PartT]):
             raise
         self.handle = handle
         self._lost = asyncio.get_running_loop().create_future()
-        self._supervision.changes.tell()
+        self._supervision.changes.notify()
         return handle
 
     async def _supervise(self, handle: Handle[PartT]) -> None:
@@ -300,7 +300,7 @@ class Supervisor(Generic[PartT]):
             received=cause,
             fix="remove the cause, then continue with --resume",
         )
-        self._supervision.changes.tell()
+        self._supervision.changes.notify()
 
     def _record_failed_start(self, error: EtudeError) -> None:
         self._journal.record(self.name, "not started", str(error))
@@ -340,7 +340,7 @@ class SupervisedParts(Generic[PartT]):
     def add(self, supervisor: Supervisor[PartT]) -> None:
         """Adds a supervisor; the caller or `start` starts it."""
         self._supervisors[supervisor.name] = supervisor
-        self._supervision.changes.tell()
+        self._supervision.changes.notify()
 
     def remove(self, name: str) -> Supervisor[PartT] | None:
         """Removes and returns a supervisor, for the caller to close; None if there is none of that name."""

@@ -151,12 +151,12 @@ class EventLog:
         self._kept_bytes += size
         while self._kept and (len(self._kept) > self._most_events or self._kept_bytes > KEPT_BYTES):
             self._kept_bytes -= self._kept.popleft()[1]
-        self._news.tell()
+        self._news.notify()
 
     def close(self) -> None:
         """Nothing more happens: watchers see the rest and end."""
         self._closed = True
-        self._news.tell()
+        self._news.notify()
 
     async def watch(self, after: int = 0) -> AsyncGenerator[Event, None]:
         """The events with numbers above `after`, and those to come, until the session is closed.

@@ -141,7 +141,7 @@ class RemoteSession:
         # Asked for again while the server has no room for it: then nothing of it has run.
         backoff = Backoff(0.05, 2.0, within_s=BUSY_S)
         answer, _ = await retry_async(turn, CapacityError, backoff)
-        results = self._connection.decoded(_results, answer)
+        results = self._connection.decode_with(_results, answer)
         # Results that no event brought, because the line broke or nothing was to be run.
         for position, result in enumerate(results):
             if position in progress.begun or was_run(result):
@@ -157,7 +157,7 @@ class RemoteSession:
         """See EnvironmentSession.submit."""
         body = {"status": None if status is None else status.value, "cause": cause}
         answer, _ = await self._post("submit", body)
-        return self._connection.decoded(OUTCOME.validate_python, answer)
+        return self._connection.decode_with(OUTCOME.validate_python, answer)
 
     async def diff(self) -> dict[str, bytes | None]:
         return changes(*await self._connection.long("GET", f"/sessions/{self.id}/diff", again=True), self.id)

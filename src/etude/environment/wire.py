@@ -15,7 +15,7 @@ from etude.environment.grading import Outcome
 from etude.errors import UserError
 from etude.records import Status, Task, ToolCall, ToolResult
 from etude.serving.errors import plain
-from etude.serving.messages import Fields, checked, strings
+from etude.serving.messages import Fields, check_fields, check_strings
 
 MAX_CALLS = 256
 """Calls in one turn that a server takes."""
@@ -43,9 +43,9 @@ def calls_of(raw: Sequence[object]) -> list[ToolCall]:
         raise UserError("too many calls", field="calls", received=len(raw), fix=f"send {MAX_CALLS} at most")
     calls: list[ToolCall] = []
     for entry in raw:
-        named = checked(entry, _CALL)
+        named = check_fields(entry, _CALL)
         arguments = named.get("arguments") or {}
-        strings([*arguments.values()], "calls.arguments")
+        check_strings([*arguments.values()], "calls.arguments")
         calls.append(ToolCall(named["name"], arguments, named.get("error")))
     return calls
 
@@ -53,7 +53,7 @@ def calls_of(raw: Sequence[object]) -> list[ToolCall]:
 def known_of(raw: Mapping[str, object]) -> dict[int, ToolResult]:
     """Results by position. Raises UserError."""
     try:
-        return {int(place): result_of(checked(result, _RESULT)) for place, result in raw.items()}
+        return {int(place): result_of(check_fields(result, _RESULT)) for place, result in raw.items()}
     except (ValueError, TypeError, KeyError) as error:
         raise UserError(
             f"are no results: {error}", field="known", fix="send results as they were received"
@@ -82,7 +82,7 @@ def task_document(task: Task) -> dict[str, Any]:
 
 def task_of(raw: object) -> Task:
     """What `task_document` wrote. Raises UserError that names the culprit."""
-    named = {name: value for name, value in checked(raw, _TASK).items() if value is not None}
+    named = {name: value for name, value in check_fields(raw, _TASK).items() if value is not None}
     named.pop("directory", None)
     try:
         named = copy.deepcopy(named)

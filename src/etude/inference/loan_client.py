@@ -15,7 +15,7 @@ from typing import Any
 
 from etude.errors import EtudeError, InfrastructureError, PartLostError, SamplerError
 from etude.inference import wire
-from etude.kit.tasks import Tasks, ended_by_others
+from etude.kit.tasks import Tasks, explain_cancelled_call
 from etude.protocols import Handle
 from etude.serving.client import Answer, Client, NoAnswerError, error_in
 from etude.serving.errors import decode_error
@@ -63,7 +63,7 @@ class LoanHandle(Handle[Any]):
         self._check_kept()
         task = self._calls.start(self._do(method, *arguments, **named))
         try:
-            with ended_by_others(self._check_kept):
+            with explain_cancelled_call(self._check_kept):
                 return await task
         finally:
             task.cancel()

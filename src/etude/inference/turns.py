@@ -15,7 +15,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from etude.kit.tasks import to_the_end
+from etude.kit.tasks import finish_despite_cancel
 
 Result = TypeVar("Result")
 
@@ -70,7 +70,9 @@ class EngineTurns:
             self._before()
             self._free.clear()
             try:
-                return await to_the_end(asyncio.get_running_loop().run_in_executor(self._thread, work))
+                return await finish_despite_cancel(
+                    asyncio.get_running_loop().run_in_executor(self._thread, work)
+                )
             finally:
                 self._free.set()
 

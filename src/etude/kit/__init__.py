@@ -1,7 +1,7 @@
-"""Small mechanisms that every part needs, each in one place. It imports the standard library and the errors.
+"""Utilities shared by all packages. They depend only on the standard library and `etude.errors`.
 
-`durable`: files and folders that are there whole or not at all. `leftovers`: what a killed process leaves
-behind. `journal`: checksummed lines. `retry`: trying again with pauses that grow. `git`: what git prints.
-`secrets`: what only its owner may read. `syntax`: trees of Python's. `tasks`: work that goes on beside its
-caller. `toml`: values as text.
+`durable`: atomic, synced writes of files and directories. `leftovers`: scratch directories of killed
+processes. `journal`: an append-only log of checksummed lines. `retry`: retries with exponential backoff.
+`git`: the git command line. `secrets`: tokens from private files and variables. `syntax`: Python syntax
+trees. `tasks`: asyncio background tasks. `toml`: writing TOML.
 """

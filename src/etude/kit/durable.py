@@ -1,10 +1,10 @@
-"""Files and folders that are there whole or not at all, whatever is killed when; and what the disk holds.
+"""Atomic, durable writes: a file or folder appears whole or not at all, whenever a process is killed.
 
-    file      a temporary one beside it -> fsync -> takes the name, and the place of an older file
-    folder    a draft beside it, which goes with its process -> fsync -> takes the name
+    file      a temporary file in the same folder -> fsync -> renamed over the older file, if any
+    folder    a draft in the same folder, removed with its process -> fsync -> renamed
 
-A folder that is there already is kept, refused, or replaced by way of another name (`replace_directory`).
-Where another process was killed before it finished, `leftovers.sweep(parent, DRAFTS)` clears up.
+A folder that exists already is kept, refused, or replaced in two renames (`replace_directory`).
+`leftovers.sweep(parent, DRAFTS)` removes the drafts of processes that were killed before they finished.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from typing import IO, Any, BinaryIO
 from etude.kit.leftovers import ScratchDirectory
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""How a full disk shows: none free, none of this user's, none in this file."""
+"""Error numbers of a full disk: no space left, user quota exceeded, file too large."""
 DRAFTS = ".etude-draft-"
-"""Begins the names of folders in which others are made or removed."""
+"""Prefix of the scratch folders in which other folders are built or removed."""
 _NAME_BYTES = 200
-"""Of a file's name, in that of its temporary file: names have 255 bytes at most."""
+"""Most bytes of a file's name that its temporary file's name repeats: names have 255 bytes at most."""
 
 
 @contextlib.contextmanager
@@ -76,7 +76,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """The JSON object in a file, empty where there is none that is whole: of what can be made again."""
+    """The JSON object in a file; empty if it is missing or damaged. For caches, which can be rebuilt."""
     try:
         found = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):
@@ -86,7 +86,7 @@ def read_record(path: Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def warn_if_full(what: str) -> Iterator[None]:
-    """In the block a full disk is a warning: for what the next write holds again."""
+    """Turns a full disk within the block into a warning: for data that the next write contains again."""
     try:
         yield
     except OSError as error:
@@ -96,8 +96,7 @@ def warn_if_full(what: str) -> Iterator[None]:
 
 
 def move(source: Path, target: Path) -> None:
-    """Gives a file or folder another name on its file system, durably. A file or empty folder of that name is
-    replaced."""
+    """Renames a file or folder within its file system, durably. Replaces a file or empty folder."""
     source.replace(target)
     for folder in {source.parent, target.parent}:
         sync_path(folder)
@@ -123,10 +122,10 @@ def whole_directory(
 def publish_directory(
     draft: Path, target: Path, keep: Callable[[], bool] | None = None, sync: bool = True
 ) -> None:
-    """Gives a finished folder its name.
+    """Renames a finished folder to its final name.
 
-    Where one of that name is there (another process was faster, or it is damaged) `keep` says whether it
-    stays; otherwise it makes room. Without `keep` that is an OSError.
+    If the target exists (another process was faster, or it is damaged), it stays if `keep` returns True, else
+    it is removed first. Without `keep` raises OSError.
     """
     while True:
         try:
@@ -144,18 +143,18 @@ def publish_directory(
 
 
 def remove_directory(path: Path) -> None:
-    """Removes a folder. Its name is gone at once: nobody finds half of it. Raises OSError if it cannot be."""
+    """Removes a folder, renaming it first so that no reader finds half of it. Raises OSError on failure."""
     with ScratchDirectory(path.parent, DRAFTS) as scratch:
         path.rename(scratch / path.name)
 
 
 def replace_directory(draft: Path, target: Path, retire: Callable[[Path], object] = shutil.rmtree) -> None:
-    """Gives a finished folder the name of one that is in use; that goes to `retire`, under another name.
+    """Renames a finished folder over an existing one, which is renamed aside and passed to `retire`.
 
-    Killed anywhere, the older one or the newer one is there, whole; `recover_directory` finishes the one case
-    in which it lies under its other name. Raises OSError, also of `retire`, which the next call then repeats.
+    Killed at any point, the older or the newer folder is there whole; `recover_directory` undoes a rename of
+    the older one alone. Raises OSError, also of `retire`, which the next call then repeats.
     """
-    old = old_of(target)
+    old = retired_path(target)
     while True:
         if target.exists():
             if old.exists():  # a process was killed before it retired that
@@ -174,7 +173,7 @@ def replace_directory(draft: Path, target: Path, retire: Callable[[Path], object
 
 def recover_directory(target: Path) -> None:
     """Puts the older folder back if `replace_directory` was killed between its two renames."""
-    old = old_of(target)
+    old = retired_path(target)
     if old.exists() and not target.exists():
         try:
             old.rename(target)
@@ -183,14 +182,14 @@ def recover_directory(target: Path) -> None:
                 raise
 
 
-def old_of(target: Path) -> Path:
-    """Where the older folder is while `target` is replaced, until it is retired."""
+def retired_path(target: Path) -> Path:
+    """The path of the older folder while `target` is replaced, until it is retired."""
     return target.with_name(f".{target.name}.old")
 
 
 def make_directory(path: Path) -> None:
-    """Makes a folder, and those above it that are missing, durably: what is written into it later is not lost
-    with its name."""
+    """Makes a folder and its missing parents, and syncs their directory entries, so that files that are
+    written into it later are not lost with its name."""
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     path.mkdir(parents=True, exist_ok=True)
     for folder in missing:
@@ -198,13 +197,13 @@ def make_directory(path: Path) -> None:
 
 
 def sync_file(file: IO[bytes]) -> None:
-    """Waits until the disk holds what was written to an open file."""
+    """Flushes and fsyncs an open file."""
     file.flush()
     os.fsync(file.fileno())
 
 
 def sync_path(path: Path) -> None:
-    """Waits until the disk holds a file's contents, or the names in a folder."""
+    """Fsyncs a file's contents, or a folder's entries."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -213,7 +212,7 @@ def sync_path(path: Path) -> None:
 
 
 def sync_file_system(path: Path) -> None:
-    """Waits until the disk holds everything that was written: a layer may have a hundred thousand files."""
+    """Syncs the whole file system in one call, as for a layer of a hundred thousand files."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         if ctypes.CDLL(None, use_errno=True).syncfs(descriptor) != 0:
@@ -223,7 +222,7 @@ def sync_file_system(path: Path) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """Waits until the disk holds a folder with all that is in it. Links are left out."""
+    """Fsyncs a folder and everything in it, except symbolic links."""
     for path in [*folder.rglob("*"), folder]:
         if not path.is_symlink():
             sync_path(path)

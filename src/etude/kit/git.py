@@ -1,6 +1,6 @@
-"""Asks this machine's git about a repository: nothing is fetched, and nothing that it configures is run.
+"""Runs git on a repository without fetching, and without programs that the repository configures.
 
-Files that git left as pointers are recognised.
+Also recognises files that are Git LFS pointers.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import IO
 
 _SAFE = ("-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null")
-_SAID_CHARS = 300
+_STDERR_CHARS = 300
 _LFS = b"version https://git-lfs"
 
 
@@ -23,10 +23,10 @@ def run_git(
     out: IO[bytes] | None = None,
     alone: bool = False,
 ) -> bytes:
-    """What git prints, in `root`; nothing if it is written to the file `out`.
+    """Runs git in `root` and returns its output; b"" if that goes to the file `out`.
 
-    `alone`: a repository above `root` is none of its business. Raises OSError where there is no git,
-    subprocess.CalledProcessError for another exit status than 0, TimeoutExpired after `timeout_s`.
+    `alone`: ignore any repository above `root`. Raises OSError if git is not installed,
+    subprocess.CalledProcessError for an exit status other than 0, TimeoutExpired after `timeout_s`.
     """
     ceiling = {"GIT_CEILING_DIRECTORIES": str(root.resolve().parent)} if alone else {}
     ran = subprocess.run(
@@ -43,13 +43,13 @@ def run_git(
 
 
 def git_fault(error: OSError | subprocess.SubprocessError) -> str:
-    """Why `run_git` failed: git's own words, if it said any."""
-    said: bytes = getattr(error, "stderr", None) or b""
-    return said.decode(errors="replace").strip()[:_SAID_CHARS] or str(error)
+    """Why `run_git` failed: git's error output, if there is any."""
+    stderr: bytes = getattr(error, "stderr", None) or b""
+    return stderr.decode(errors="replace").strip()[:_STDERR_CHARS] or str(error)
 
 
 def lfs_fix(path: Path) -> str:
-    """What to do about a file that is a pointer of Git LFS; empty for any other."""
+    """How to fix a file that is a Git LFS pointer; empty for any other file."""
     with path.open("rb") as file:
         is_pointer = file.read(len(_LFS)) == _LFS
     return "it is a pointer of Git LFS: run `git lfs pull` where it was cloned" if is_pointer else ""

@@ -1,4 +1,4 @@
-"""Functions and classes of the user's own, named in a configuration as MODULE:NAME."""
+"""Imports the user's own functions and classes, which a configuration names as MODULE:NAME."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from etude.errors import ConfigError
 
 
 def import_callable(name: str, field: str) -> Callable[..., Any]:
-    """What `MODULE:NAME` names, of a module that is installed, on PYTHONPATH or in the current directory.
+    """Imports the callable `MODULE:NAME` from the installed packages, PYTHONPATH or the current directory.
 
-    Raises ConfigError for `field`, also where importing the module fails.
+    Raises ConfigError, which names `field`; also if importing the module fails.
     """
     module, _, attribute = name.partition(":")
     here = str(Path.cwd())
-    if here not in sys.path:  # last: nothing there takes the place of a library
+    if here not in sys.path:  # last, so that no file there shadows a library
         sys.path.append(here)
     try:
         found = getattr(importlib.import_module(module), attribute)

@@ -1,4 +1,4 @@
-"""A journal: JSON lines that one process appends to, each with its checksum.
+"""An append-only journal of JSON lines, each with its checksum, written by one process at a time.
 
     <checksum, hex> <space> <JSON object> <newline>
 
@@ -18,15 +18,15 @@ from typing import Any
 from etude.errors import StoreError
 
 Checksum = Callable[[bytes], str]
-"""Of a line's JSON, in hex."""
+"""Maps a line's JSON to its checksum in hex."""
 
 
 class LineJournal:
-    """A journal that is open for appending, and locked meanwhile. Lines are in the hands of the operating
-    system once they are appended, and on the disk after `sync`.
+    """A journal open for appending and locked by this process. `append` hands a line to the operating system;
+    `sync` makes all lines durable.
 
-    Both raise StoreError where the file cannot be written or is closed, and from then on: after half a line
-    another one would be damage.
+    Both raise StoreError if the file cannot be written or is closed, and on every later call: a line
+    appended after half a line would damage the journal.
     """
 
     def __init__(self, path: Path, checksum: Checksum, flags: int = 0) -> None:
@@ -51,10 +51,9 @@ class LineJournal:
 
     @classmethod
     def resume(cls, path: Path, checksum: Checksum) -> tuple[LineJournal, list[dict[str, Any]]]:
-        """Opens a journal to go on with, and gives its lines. A file without a whole line is left as it is.
-
-        Raises FileNotFoundError, BlockingIOError where another process has it, other OSErrors, and StoreError
-        for one that is damaged.
+        """Opens an existing journal for appending and returns its lines. A torn last line is cut off, unless
+        the file has no whole line. Raises FileNotFoundError, BlockingIOError if another process has locked
+        it, other OSErrors, and StoreError if it is damaged.
         """
         journal = cls(path, checksum)
         try:
@@ -70,17 +69,17 @@ class LineJournal:
         """Writes one line."""
         text = json.dumps(document, separators=(",", ":")).encode()
         line = b"%s %s\n" % (self._checksum(text).encode(), text)
-        with self._failing():
+        with self._sticky_errors():
             if self._file.write(line) != len(line):
                 raise OSError("the disk is full")
 
     def sync(self) -> None:
-        """Waits until the disk holds what was appended."""
-        with self._failing():
+        """Waits until the appended lines are on the disk."""
+        with self._sticky_errors():
             os.fdatasync(self._file.fileno())
 
     @contextmanager
-    def _failing(self) -> Iterator[None]:
+    def _sticky_errors(self) -> Iterator[None]:
         if self._failed is not None:
             raise self._failed
         try:
@@ -93,17 +92,17 @@ class LineJournal:
             raise self._failed from error
 
     def close(self) -> None:
-        """Lets the file go. Idempotent."""
+        """Closes the file and releases its lock. Idempotent."""
         self._file.close()
 
     def remove(self) -> None:
-        """Deletes it. Idempotent."""
+        """Deletes the file and closes it. Idempotent."""
         self.path.unlink(missing_ok=True)
         self.close()
 
 
 def read_lines(path: Path, checksum: Checksum) -> tuple[list[dict[str, Any]], int]:
-    """All lines, and the length in bytes of the part that is whole. Raises OSError; StoreError for damage."""
+    """All lines, and their length in bytes without a torn last one. Raises OSError; StoreError for damage."""
     data = path.read_bytes()
     documents: list[dict[str, Any]] = []
     position = 0

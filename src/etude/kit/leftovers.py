@@ -1,8 +1,8 @@
-"""What a killed process leaves behind, and who may clear it away.
+"""Scratch directories and owner tags, by which resources of a killed process are found and removed.
 
-A scratch directory is locked by the process that works in it: one whose lock is free was left by a process
-that is gone. What no lock can be held on (control groups, containers, marks) carries its owner's tag: process
-id and start time, which no later process shares.
+A scratch directory is locked by the process that works in it: if its lock is free, that process has ended.
+Resources that cannot be locked (control groups, containers, marks) carry their owner's tag: process id and
+start time, which no later process shares.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _TAG = re.compile(r"(\d+)-(\d+)")
 
 
 class ScratchDirectory:
-    """A new directory in `root`, whose name begins with `prefix`; a context manager that gives its path."""
+    """A new locked directory in `root`, named `prefix` and a random part; a context manager for its path."""
 
     def __init__(self, root: Path, prefix: str = "") -> None:
         """Raises OSError."""
@@ -35,7 +35,7 @@ class ScratchDirectory:
         self.close()
 
     def close(self) -> None:
-        """Removes it. Idempotent."""
+        """Removes the directory and releases its lock. Idempotent."""
         shutil.rmtree(self.path, ignore_errors=True)
         lock, self._lock = self._lock, None
         if lock is not None:
@@ -43,8 +43,8 @@ class ScratchDirectory:
 
 
 def work_directory(root: Path) -> ScratchDirectory:
-    """One below `root`, which is made for this user alone, for as long as this process works; those of dead
-    processes go first."""
+    """A scratch directory of this process below `root`, which is created with mode 0700; removes those of
+    dead processes first."""
     root.mkdir(parents=True, exist_ok=True, mode=0o700)
     sweep_work(root)
     return ScratchDirectory(root, _WORK)
@@ -69,7 +69,7 @@ def sweep(root: Path, prefix: str = "") -> None:
 
 def _locked_directory(root: Path, prefix: str) -> tuple[Path, int | None]:
     while True:
-        # Letters and digits: some programs make names of paths. Few: some put sockets far below.
+        # Alphanumeric, as some programs make names of paths; short, as some put sockets far below.
         path = root / f"{prefix}{secrets.token_hex(6)}"
         path.mkdir(mode=0o700)
         try:
@@ -114,12 +114,12 @@ def is_owner_alive(name: str) -> bool:
 
 
 def owner_key() -> str:
-    """This process's tag in a form that tells nothing, for names that a sandbox can see."""
+    """A keyed hash of this process's tag, for names that a sandbox can see: it reveals nothing."""
     return _key(owner_tag())
 
 
 def live_keys() -> set[str]:
-    """The keys of all processes that run."""
+    """The owner keys of all running processes."""
     pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
     return {_key(f"{pid}-{ticks}") for pid in pids if (ticks := _start_ticks(pid)) is not None}
 
@@ -130,5 +130,5 @@ def _key(tag: str) -> str:
 
 @cache
 def boot_id() -> str:
-    """This boot of this host: process ids mean nothing elsewhere."""
+    """The kernel's id of this boot of this host: process ids are unique only within it."""
     return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()

@@ -1,4 +1,4 @@
-"""Locks between processes."""
+"""Advisory locks between processes."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def locked(directory: Path, *, wait: bool = True) -> Iterator[None]:
-    """Within it this process alone is in `directory`, of those that ask; on file systems without locks each
-    is. The lock ends with the process, however that ends. Without `wait` raises BlockingIOError where another
-    process has it."""
+    """Holds an exclusive advisory lock on `directory` within the block; no lock on file systems without them.
+    The kernel releases it when the process ends, however that happens. Without `wait` raises BlockingIOError
+    if another process holds it."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
     try:
         try:

@@ -1,4 +1,4 @@
-"""Memory that this process holds without need."""
+"""Returns freed memory to the operating system."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import ctypes
 
 
 def return_free_memory() -> None:
-    """Gives the memory that was freed back to the system, where the C library can (glibc).
+    """Returns the C library's freed memory to the operating system (`malloc_trim`; glibc only).
 
-    After many tensors of differing sizes came and went, what is free lies between what is in use, and else
-    stays with the process for good.
+    After many tensors of different sizes were freed, the heap is fragmented, and the process would keep the
+    free parts for good.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:

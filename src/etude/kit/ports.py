@@ -1,4 +1,4 @@
-"""A port for a server that is started in a moment, by somebody else."""
+"""Finds a free port for a server that another process is about to start."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _ATTEMPTS = 100
 
 
 def free_port() -> int:
-    """A port of 127.0.0.1 that nobody has now.
+    """A port of 127.0.0.1 that is free now.
 
-    The kernel hands it to no one who asks for just any, so that connections which begin before the server
-    does cannot take it. Raises OSError where there is none.
+    It lies outside the kernel's ephemeral range, so that outgoing connections cannot take it before the
+    server starts. Raises OSError if there is none.
     """
-    outside = _ports_by_name_only()
+    outside = _ports_outside_ephemeral()
     for _ in range(_ATTEMPTS if outside else 0):
         port = secrets.choice(outside)
         try:
@@ -28,8 +28,8 @@ def free_port() -> int:
     return _bound(0)
 
 
-def _ports_by_name_only() -> list[int]:
-    """The larger of the two ranges beside that from which the kernel chooses."""
+def _ports_outside_ephemeral() -> list[int]:
+    """The larger of the two ranges below and above the kernel's ephemeral range."""
     try:
         first, last = (int(word) for word in _RANGE_FILE.read_text().split())
     except (OSError, ValueError):

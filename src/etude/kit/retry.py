@@ -1,4 +1,4 @@
-"""Trying again what failed, after pauses that grow.
+"""Retries with exponential backoff.
 
 backoff = Backoff(base_s=0.2, most_s=5.0, within_s=60.0)
 answer = await retry_async(ask, on=ControlLostError, backoff=backoff)
@@ -19,8 +19,8 @@ Answer = TypeVar("Answer")
 Failure = TypeVar("Failure", bound=Exception)
 
 OnFailure = Callable[[Failure, float | None], float | None]
-"""Called with each failure and the pause before the next attempt; None where no attempt follows. It may
-raise, which ends the attempts, or return a longer pause, such as a server's Retry-After."""
+"""Called with each failure and the pause before the next attempt (None if no attempt follows). It may raise,
+which ends the attempts, or return a longer pause, such as a server's Retry-After."""
 _MOST_DOUBLINGS = 64
 
 
@@ -29,26 +29,26 @@ class Backoff:
     """The pauses between attempts, and when to give up: after a number of attempts, a time, or never."""
 
     base_s: float = 0.5
-    """Before the second attempt."""
+    """The pause before the second attempt."""
     most_s: float = math.inf
     """The longest pause."""
     attempts: int | None = None
-    """Calls in all."""
+    """Number of calls in total; None: no limit."""
     within_s: float = math.inf
-    """No attempt begins later than this after the first; the last pause is cut short for it."""
+    """No attempt begins later than this after the first; the last pause is shortened to fit."""
     factor: float = 2.0
-    """Of each pause to the one before it."""
+    """Ratio of each pause to the previous one."""
     jitter: float = 0.0
-    """The share of a pause that is left to chance, so that many callers do not come back together."""
+    """The random share of each pause, so that many callers do not retry at the same time."""
 
     def pause_s(self, num_failures: int) -> float:
-        """After so many failures in a row, 1 or more."""
+        """The pause after `num_failures` failures in a row, 1 or more."""
         doublings = min(max(num_failures, 1) - 1, _MOST_DOUBLINGS)
         pause_s = min(self.base_s * self.factor**doublings, self.most_s)
         return pause_s * random.uniform(1.0 - self.jitter, 1.0)
 
     def pauses(self) -> Iterator[float]:
-        """One for each failure from now on; at its end it is time to give up."""
+        """Yields the pause after each failure from now on, and ends when the caller should give up."""
         return self._pauses(time.monotonic() + self.within_s)
 
     def _pauses(self, end_s: float) -> Iterator[float]:
@@ -68,8 +68,8 @@ def retry(
     on_failure: OnFailure[Failure] | None = None,
     sleep: Callable[[float], object] = time.sleep,
 ) -> Answer:
-    """Calls until it raises none of `on`; raises the last failure where `backoff` gives up, and those of `on`
-    that are also of `unless` at once."""
+    """Calls `call` again while it raises one of `on`, and returns its result. Raises the last failure when
+    `backoff` gives up, and errors of the types `unless` at once."""
     pauses = backoff.pauses()
     while True:
         try:
@@ -91,7 +91,7 @@ async def retry_async(
     unless: type[Exception] | tuple[type[Exception], ...] = (),
     on_failure: OnFailure[Failure] | None = None,
 ) -> Answer:
-    """See `retry`."""
+    """As `retry`, for a coroutine function."""
     pauses = backoff.pauses()
     while True:
         try:

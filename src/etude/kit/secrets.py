@@ -1,4 +1,4 @@
-"""Secrets, read from where a configuration or an option says that they are."""
+"""Reads secrets from the private file or environment variable that a configuration or option names."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from etude.errors import ConfigError
 
 
 def read_secret(source: str, field: str) -> str | None:
-    """The secret, without the white space around it; None where `source` is empty.
+    """The secret at `source` (`file:PATH` or `env:NAME`), stripped of white space; None if `source` is empty.
 
-    `field`: what named it, for messages, in which the secret itself never stands. Raises ConfigError where
-    there is none, where it holds more than one word, or for a file that others may read.
+    `field`: the configuration field, for messages, which never contain the secret itself. Raises ConfigError
+    if there is no secret, if it has more than one word, or if other users may read the file.
     """
     if not source:
         return None
     kind, _, name = source.partition(":")
     if kind not in ("file", "env") or not name:
-        # What was given may be the secret itself, which must not be in a message.
+        # `source` may be the secret itself, which must not be in a message.
         raise ConfigError(
             "says neither file:PATH nor env:NAME",
             field=field,
@@ -38,7 +38,7 @@ def read_secret(source: str, field: str) -> str | None:
 
 
 def read_secret_file(path: Path | None, field: str) -> str | None:
-    """See `read_secret`; None without a file."""
+    """The secret in a file, as `read_secret` reads it; None if `path` is None."""
     return read_secret(f"file:{path}" if path is not None else "", field)
 
 

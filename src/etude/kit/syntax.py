@@ -1,4 +1,4 @@
-"""Source files: their text, and Python's syntax trees, made by one thread at a time."""
+"""Decodes and parses Python source files; parsing is limited to one thread at a time."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def parse_python(text: str, path: str = "<unknown>") -> ast.Module:
 
 
 def parse_expression(text: str) -> ast.expr:
-    """The tree of one expression, as `parse_python` makes it; raises what that does."""
+    """The syntax tree of one expression. Raises as `parse_python`."""
     with _PARSING:
         return ast.parse(text, mode="eval").body
 
 
 def read_text(data: bytes | Exception | None) -> str | None:
-    """The text of a file; None for one that is missing, or is not UTF-8."""
+    """Decodes a file's contents; None if the file could not be read (None or an error) or is not UTF-8."""
     try:
         return data.decode() if isinstance(data, bytes) else None
     except UnicodeDecodeError:

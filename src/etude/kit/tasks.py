@@ -1,4 +1,4 @@
-"""Work that goes on in an event loop beside the code that began it; nothing that goes wrong in it is lost."""
+"""Background tasks of an event loop, whose errors are never lost, and helpers for cancellation."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ Parameters = ParamSpec("Parameters")
 
 OnError = Callable[[BaseException], object]
 LARGE = 1 << 16
-"""From so many bytes or characters on, work on them is done in a thread."""
+"""Inputs of at least this many bytes or characters are processed in a thread (`off_loop`)."""
 
 
 async def off_loop(
     size: int, function: Callable[Parameters, Result], *args: Parameters.args, **kwargs: Parameters.kwargs
 ) -> Result:
-    """The function's result; in a thread where it works on so many bytes or characters that the loop would
-    stall."""
+    """Calls a function: in a thread if its input of `size` bytes or characters would stall the event loop,
+    else inline."""
     if size < LARGE:
         return function(*args, **kwargs)
     return await asyncio.to_thread(function, *args, **kwargs)
 
 
 class Tasks:
-    """A set of tasks, each of which leaves it when it ends. For one event loop.
+    """The set of running tasks of one owner; a task is removed when it ends. For one event loop.
 
-    Its length is the number of tasks that run.
+    Its length is the number of running tasks.
     """
 
     def __init__(self, on_error: OnError | None = None) -> None:
         """`on_error`: called with what a task raises. Without it an error goes to the code that awaits the
-        task, and asyncio logs one that nobody awaits."""
+        task, and asyncio logs it if no code does."""
         self._tasks: set[asyncio.Future[Any]] = set()
         self._on_error = on_error
 
@@ -50,41 +50,41 @@ class Tasks:
         return self.add(asyncio.ensure_future(work))
 
     def add(self, task: AnyFuture) -> AnyFuture:
-        """Takes over a task that was begun elsewhere."""
+        """Adds a task that other code has started."""
         self._tasks.add(task)
-        task.add_done_callback(self._ended)
+        task.add_done_callback(self._on_done)
         return task
 
     def cancel(self) -> None:
-        """Cancels all; they end when the loop gets to them."""
+        """Requests the cancellation of all tasks; they end when the loop next runs them."""
         for task in self:
             task.cancel()
 
     async def wait(self, timeout_s: float | None = None) -> None:
-        """Waits until those that run now have ended; no longer than `timeout_s`. Raises nothing of theirs."""
+        """Waits until the tasks running now have ended, at most `timeout_s`. Does not raise their errors."""
         if self._tasks:
             await asyncio.wait(tuple(self._tasks), timeout=timeout_s)
 
     async def close(self) -> None:
-        """Cancels all, and waits until they have ended; those that are begun meanwhile too."""
+        """Cancels all tasks and waits until they have ended, including tasks that are started meanwhile."""
         while self._tasks:
             self.cancel()
             await self.wait()
 
-    def _ended(self, task: asyncio.Future[Any]) -> None:
+    def _on_done(self, task: asyncio.Future[Any]) -> None:
         self._tasks.discard(task)
         if self._on_error is not None:
-            _note_error(task, self._on_error)
+            _report_error(task, self._on_error)
 
 
 class Changes:
-    """Wakes all that wait whenever something may have changed. For one event loop."""
+    """Wakes all waiters whenever the observed state may have changed. For one event loop."""
 
     def __init__(self) -> None:
         self._next = asyncio.Event()
 
-    def tell(self) -> None:
-        """Something has changed."""
+    def notify(self) -> None:
+        """Wakes all waiters: the state may have changed."""
         change, self._next = self._next, asyncio.Event()
         change.set()
 
@@ -93,7 +93,7 @@ class Changes:
         await self._next.wait()
 
     async def until(self, holds: Callable[[], bool]) -> None:
-        """Waits for the change after which `holds`; not at all where it does already."""
+        """Waits until the predicate `holds` is true; returns at once if it is already."""
         while not holds():
             await self.wait()
 
@@ -101,18 +101,18 @@ class Changes:
 def start_watched(
     work: Coroutine[Any, Any, Result], on_error: OnError = lambda error: None
 ) -> asyncio.Task[Result]:
-    """A task that several may await, through `asyncio.shield`: its error goes to them and to `on_error`, and
-    is not logged where none of them waits any more."""
+    """Starts a task that several callers may await through `asyncio.shield`: its error goes to them and to
+    `on_error`, and asyncio does not log it if all of them have stopped waiting."""
     task = asyncio.ensure_future(work)
-    task.add_done_callback(lambda task: _note_error(task, on_error))
+    task.add_done_callback(lambda task: _report_error(task, on_error))
     return task
 
 
 async def run_together(work: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
-    """Results in the order of `work`, all of which runs at once.
+    """Runs all of `work` concurrently; the results in its order.
 
-    If one fails, the others are cancelled and waited for, and its error comes out as it was raised: who
-    catches an InfrastructureError must not have to look into exception groups.
+    If one fails, the others are cancelled and awaited, and its error is raised without an exception group,
+    so that callers can catch an InfrastructureError directly.
     """
     try:
         async with asyncio.TaskGroup() as running:
@@ -123,7 +123,7 @@ async def run_together(work: Iterable[Coroutine[Any, Any, Result]]) -> list[Resu
 
 
 async def finish_all(work: Iterable[Awaitable[object]]) -> None:
-    """Awaits all of `work` at once, each to its end; then raises the first failure, if there is any."""
+    """Runs all of `work` concurrently, each to its end; then raises the first failure, if there is any."""
     for result in await asyncio.gather(*work, return_exceptions=True):
         if isinstance(result, BaseException):
             raise result
@@ -135,9 +135,9 @@ async def gather_bounded(
     at_once: int,
     on_done: Callable[[int], object] = lambda num_done: None,
 ) -> list[Result]:
-    """What `work` gives for each item, in their order; `at_once` of them are under way at the same time.
+    """Runs `work` on each item, at most `at_once` concurrently; the results in the order of the items.
 
-    `on_done` is called with the number of those that are done. Errors as of `run_together`.
+    `on_done` is called with the number of items done so far. Errors as in `run_together`.
     """
     places, num_done = asyncio.Semaphore(at_once), 0
 
@@ -153,15 +153,15 @@ async def gather_bounded(
 
 
 async def end_tasks(*tasks: asyncio.Future[Any]) -> None:
-    """Cancels tasks, and waits until they have ended. Raises nothing of theirs."""
+    """Cancels tasks and waits until they have ended. Does not raise their errors."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def unless(work: Awaitable[Result], end: Awaitable[object], error: Exception) -> Result:
-    """What `work` gives, unless `end` comes first: then `error` is raised. By then both have ended, either of
-    their own or cancelled."""
+    """The result of `work`; raises `error` if `end` completes first. On return both have ended, by themselves
+    or cancelled."""
     working, ending = asyncio.ensure_future(work), asyncio.ensure_future(end)
     try:
         await asyncio.wait((working, ending), return_when=asyncio.FIRST_COMPLETED)
@@ -172,9 +172,9 @@ async def unless(work: Awaitable[Result], end: Awaitable[object], error: Excepti
         await end_tasks(working, ending)
 
 
-async def to_the_end(work: Awaitable[Result]) -> Result:
-    """Awaits `work`; a caller that is cancelled, however often, waits for its end all the same. For what must
-    not stop halfway."""
+async def finish_despite_cancel(work: Awaitable[Result]) -> Result:
+    """Awaits `work` to its end even if the caller is cancelled, and raises the cancellation afterwards. For
+    work that must not stop halfway."""
     task = asyncio.ensure_future(work)
     try:
         return await asyncio.shield(task)
@@ -182,20 +182,20 @@ async def to_the_end(work: Awaitable[Result]) -> Result:
         while not task.done():
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.wait((task,))
-        _note_error(task, lambda error: None)
+        _report_error(task, lambda error: None)
         raise
 
 
 async def finish_in_thread(
     work: Callable[Parameters, Result], *args: Parameters.args, **kwargs: Parameters.kwargs
 ) -> Result:
-    """Like `asyncio.to_thread`, but a cancelled caller waits: nothing goes on behind it."""
-    return await to_the_end(asyncio.to_thread(work, *args, **kwargs))
+    """Like `asyncio.to_thread`, but a cancelled caller waits, so that the thread's work never outlives it."""
+    return await finish_despite_cancel(asyncio.to_thread(work, *args, **kwargs))
 
 
 @contextlib.asynccontextmanager
 async def closing(items: AsyncIterator[Result]) -> AsyncIterator[AsyncIterator[Result]]:
-    """Ends a generator with the block that reads it, so that nobody computes what nobody reads."""
+    """Closes a generator at the end of the block that reads it, so that no unread items are computed."""
     try:
         yield items
     finally:
@@ -204,9 +204,9 @@ async def closing(items: AsyncIterator[Result]) -> AsyncIterator[AsyncIterator[R
 
 
 @contextlib.contextmanager
-def ended_by_others(explain: Callable[[], None]) -> Iterator[None]:
-    """For the block in which a task waits for a call. Where not the task is cancelled but the call, `explain`
-    may raise why; a task that is cancelled itself, even if at the same moment, gets that alone."""
+def explain_cancelled_call(explain: Callable[[], None]) -> Iterator[None]:
+    """Wraps a task's await of a call. If only the call was cancelled, `explain` may raise the reason; if the
+    task itself was, even at the same moment, the cancellation passes unchanged."""
     caller = asyncio.current_task()
     assert caller is not None, "something is awaited"
     num_cancelled = caller.cancelling()
@@ -218,6 +218,6 @@ def ended_by_others(explain: Callable[[], None]) -> Iterator[None]:
         raise
 
 
-def _note_error(task: asyncio.Future[Any], on_error: OnError) -> None:
+def _report_error(task: asyncio.Future[Any], on_error: OnError) -> None:
     if not task.cancelled() and (error := task.exception()) is not None:
         on_error(error)

@@ -1,4 +1,4 @@
-"""Text of TOML, which `tomllib` reads back equal."""
+"""Writes TOML that `tomllib` reads back equal."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any
 
 
 def toml_text(tree: Mapping[str, Any]) -> str:
-    """Tables and values by their names; of each table its values come first."""
+    """A tree of tables and values as TOML text; within each table its values come before its subtables."""
     return "\n".join(_lines(tree, ())).strip() + "\n"
 
 
 def toml_value(value: str | bool | float | Sequence[Any]) -> str:
-    """A value as TOML has it."""
+    """One value in TOML syntax."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
-        # JSON's strings are TOML's but for DEL, which TOML wants escaped too.
+        # JSON strings are valid TOML strings, except that TOML also requires DEL to be escaped.
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     return f"[{', '.join(map(toml_value, value))}]" if isinstance(value, Sequence) else repr(value)
 

@@ -1,10 +1,10 @@
-"""What a program inside says, looked at before it is believed.
+"""Validates answers of the program inside a sandbox.
 
-A frame is looked at once as a whole when it comes (`frame_problem`), and each field where it is used. What
-these readers refuse no program of ours ever says: the one inside was taken over, and there nobody but the
-agent is. So it is a `SandboxKilledByAgentError`; what an agent can make an *honest* program say passes
-(names with lone surrogates). The bytes beside the fields of a test run come from the process in which the
-agent's code ran: what is no report is a run that ended early.
+Each frame is checked as a whole when it arrives (`frame_problem`), and each field where it is used. Our own
+program never sends what these readers refuse, so a refused answer means that it was taken over, which only
+the agent can do: a `SandboxKilledByAgentError`. What an agent can make an *honest* program send is accepted
+(names with lone surrogates). The payload of a test run comes from the process that ran the agent's code: if
+it is not a report, the run ended early.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from etude.sandbox.paths import normal_path
 from etude.sandbox.types import ProbeReport, ProbeResult, TestFailure, TestReport
 
 MAX_INTEGER = (1 << 63) - 1
-"""The largest integer that is taken from inside, and minus it the smallest."""
+"""Integers from inside must be between minus this and this."""
 MAX_EXIT_CODE = 255
-"""The largest that a process can have; minus a signal's number is never below minus it."""
+"""The largest exit code of a process; also the bound of a signal's negated number."""
 Shapes = frozenset[tuple[type, ...]]
-"""The types that a row may have, field by field."""
+"""The allowed types of a row, field by field."""
 
 _DIFF_SHAPES: Shapes = frozenset({(str, int), (str, type(None))})
 
 
 class _Shortened(reprlib.Repr):
-    """Values of any size in a line. Objects unsorted: one may have a million fields."""
+    """Shows values of any size in one line. Objects are not sorted: one may have a million fields."""
 
     def repr_dict(self, x: dict[Any, Any], level: int) -> str:
         return f"<object of {len(x)} fields>"
@@ -43,8 +43,8 @@ _shortened = _Shortened()
 _shortened.maxstring = 80
 
 
-def nonsense(sandbox: str, field: str, received: object, wanted: str) -> SandboxKilledByAgentError:
-    """The error for a field of an answer of `sandbox` that is not what was `wanted`."""
+def invalid_answer(sandbox: str, field: str, received: object, wanted: str) -> SandboxKilledByAgentError:
+    """The error for a field of `sandbox`'s answer that is not as `wanted` describes."""
     return SandboxKilledByAgentError(
         f"sandbox {sandbox} answered what makes no sense: must be {wanted}",
         field=f"answer.{field}",
@@ -54,26 +54,26 @@ def nonsense(sandbox: str, field: str, received: object, wanted: str) -> Sandbox
 
 
 def text(header: Header, name: str, sandbox: str) -> str:
-    """A text; lone surrogates stand for bytes that are no UTF-8. Raises SandboxKilledByAgentError."""
+    """A string field; lone surrogates encode bytes that are not UTF-8. Raises SandboxKilledByAgentError."""
     value = header.get(name)
     if type(value) is not str:
-        raise nonsense(sandbox, name, value, "a text")
+        raise invalid_answer(sandbox, name, value, "a text")
     return value
 
 
 def flag(header: Header, name: str, sandbox: str) -> bool:
-    """True or False. Raises SandboxKilledByAgentError."""
+    """A boolean field. Raises SandboxKilledByAgentError."""
     value = header.get(name)
     if type(value) is not bool:
-        raise nonsense(sandbox, name, value, "true or false")
+        raise invalid_answer(sandbox, name, value, "true or false")
     return value
 
 
 def integer(header: Header, name: str, sandbox: str, least: int = -MAX_INTEGER) -> int:
-    """An integer from `least` to `MAX_INTEGER`. Raises SandboxKilledByAgentError."""
+    """An integer field from `least` to `MAX_INTEGER`. Raises SandboxKilledByAgentError."""
     value = header.get(name)
     if type(value) is not int or not least <= value <= MAX_INTEGER:
-        raise nonsense(sandbox, name, value, f"an integer, at least {least}")
+        raise invalid_answer(sandbox, name, value, f"an integer, at least {least}")
     return value
 
 
@@ -81,7 +81,7 @@ def exit_code(header: Header, sandbox: str) -> int:
     """How a command ended: its code, or minus a signal's number. Raises SandboxKilledByAgentError."""
     value = integer(header, "exit_code", sandbox, least=-MAX_EXIT_CODE)
     if value > MAX_EXIT_CODE:
-        raise nonsense(sandbox, "exit_code", value, f"at most {MAX_EXIT_CODE}")
+        raise invalid_answer(sandbox, "exit_code", value, f"at most {MAX_EXIT_CODE}")
     return value
 
 
@@ -92,69 +92,69 @@ def duration_s(header: Header, name: str, sandbox: str) -> float:
         return value
     if type(value) is int and 0 <= value <= MAX_INTEGER:
         return float(value)
-    raise nonsense(sandbox, name, value, "a finite number of seconds")
+    raise invalid_answer(sandbox, name, value, "a finite number of seconds")
 
 
 def rows(header: Header, name: str, sandbox: str, shapes: Shapes, least: int = 0) -> list[list[Any]]:
     """A list of rows, each of one of the `shapes`, integers from `least` on. Raises as `text`."""
     value = header.get(name)
     if type(value) is not list:
-        raise nonsense(sandbox, name, value, "a list")
+        raise invalid_answer(sandbox, name, value, "a list")
     for row in value:
         if type(row) is not list or tuple(map(type, row)) not in shapes:
-            raise nonsense(sandbox, name, row, f"rows of {_named(shapes)}")
+            raise invalid_answer(sandbox, name, row, f"rows of {_named(shapes)}")
         for item in row:
             if type(item) is int and not least <= item <= MAX_INTEGER:
-                raise nonsense(sandbox, name, row, f"rows with integers that are at least {least}")
+                raise invalid_answer(sandbox, name, row, f"rows with integers that are at least {least}")
     return value
 
 
 def parts(header: Header, data: bytes, sandbox: str) -> tuple[bytes, bytes]:
-    """The payload cut in two by the field `sizes`, which it must fill. Raises SandboxKilledByAgentError."""
+    """Splits the payload in two by the field `sizes`, which must add up to it. Raises as `text`."""
     sizes: Any = header.get("sizes")
     if type(sizes) is list and len(sizes) == 2 and type(sizes[0]) is int and type(sizes[1]) is int:
         first, second = sizes
         if first >= 0 and second >= 0 and first + second == len(data):
             return data[:first], data[first:]
-    raise nonsense(sandbox, "sizes", sizes, f"two sizes that add up to {len(data)} bytes")
+    raise invalid_answer(sandbox, "sizes", sizes, f"two sizes that add up to {len(data)} bytes")
 
 
 def changes(header: Header, data: bytes, sandbox: str) -> dict[str, bytes | None]:
-    """What a diff carries, sorted by path. Raises as `text`, also for a path that leads out."""
+    """The changed files of a diff, sorted by path. Raises as `text`, also for a path that leads out."""
     found: dict[str, bytes | None] = {}
     changed, end = _changed_files(header, data, sandbox)
     start = 0
     for path, size in changed:
         if path in found or not _is_inside(path):
-            raise nonsense(sandbox, "files", path, "paths below the workspace, each once")
+            raise invalid_answer(sandbox, "files", path, "paths below the workspace, each once")
         found[path] = None if size is None else data[start : start + size]
         start += size or 0
     if start != end:
-        raise nonsense(sandbox, "files", start, f"files of {end} bytes together")
+        raise invalid_answer(sandbox, "files", start, f"files of {end} bytes together")
     return dict(sorted(found.items()))
 
 
 def root_changes(names: bytes, sandbox: str) -> dict[str, bool]:
-    """What `inside.gathering` says of a root: absolute path -> whether something is there."""
+    """Parses the changed paths of a root from `inside.gathering`: absolute path -> whether it exists."""
     found: dict[str, bool] = {}
     for row in names.split(b"\0")[:-1]:
         path = os.fsdecode(row[1:])
         if row[:1] not in (b"+", b"-") or not _is_inside(path):
-            raise nonsense(sandbox, "names", path, "signs and paths below the root")
+            raise invalid_answer(sandbox, "names", path, "signs and paths below the root")
         found[f"/{path}"] = row[:1] == b"+"
     return found
 
 
 def file_kinds(rows: bytes, sandbox: str) -> dict[str, str]:
-    """What `inside.gathering` says of a workspace: path -> target of a link, or nothing."""
+    """Parses the links and executables of a workspace from `inside.gathering`: path -> link target or ""."""
     words = [os.fsdecode(word) for word in rows.split(b"\0")[:-1]]
     if len(words) % 2 or not all(map(_is_inside, words[::2])):
-        raise nonsense(sandbox, "rows", words[:2], "pairs of a path below the workspace and a target")
+        raise invalid_answer(sandbox, "rows", words[:2], "pairs of a path below the workspace and a target")
     return dict(zip(words[::2], words[1::2], strict=True))
 
 
 def encode_changes(found: Mapping[str, bytes | None]) -> tuple[Header, bytes]:
-    """What `changes` reads: sizes, and contents and names (of any bytes, each NUL-ended) as bytes."""
+    """Encodes a diff for `changes`: sizes in the header, contents and NUL-terminated names as payload."""
     names = b"".join(os.fsencode(path) + b"\0" for path in found)
     sizes = [None if data is None else len(data) for data in found.values()]
     contents = (data for data in found.values() if data is not None)
@@ -162,24 +162,24 @@ def encode_changes(found: Mapping[str, bytes | None]) -> tuple[Header, bytes]:
 
 
 def _changed_files(header: Header, data: bytes, sandbox: str) -> tuple[list[list[Any]], int]:
-    """(path, size or None) of each file of a diff, and where their contents end."""
+    """(path, size or None) of each file of a diff, and the offset at which their contents end."""
     if "files" in header:
-        # A program of an older version, in a machine that was restored.
+        # From a program of an older version, in a restored machine.
         return rows(header, "files", sandbox, _DIFF_SHAPES), len(data)
     end = len(data) - integer(header, "name_bytes", sandbox, least=0)
     names = data[end:].split(b"\0")[:-1] if end >= 0 else []
     sizes: Any = header.get("sizes")
     if type(sizes) is not list or len(sizes) != len(names):
-        raise nonsense(sandbox, "sizes", sizes, f"the sizes of {len(names)} files")
+        raise invalid_answer(sandbox, "sizes", sizes, f"the sizes of {len(names)} files")
     pairs = [[os.fsdecode(name), size] for name, size in zip(names, sizes, strict=True)]
     return rows({"sizes": pairs}, "sizes", sandbox, _DIFF_SHAPES), end
 
 
 def frame_problem(header: object) -> str:
-    """Why no answer and no event has this header; empty for one that may be handled.
+    """Why this is not a valid header of an answer or event; empty if it is.
 
-    Then `id` is an integer, `fault` (kind, message), `failure` a text, and an event of a known name has its
-    fields.
+    In a valid one `id` is an integer, `fault` is [kind, message], `failure` a text, and an event of a known
+    name has its fields.
     """
     if type(header) is not dict:
         return f"a header that is no object: {_shortened.repr(header)}"
@@ -228,27 +228,27 @@ def _named(shapes: Shapes) -> str:
 
 
 def tests_report(answer: Header, data: bytes, sandbox: str) -> TestReport:
-    """The report of a test run. Raises SandboxError for an answer that makes no sense."""
-    taken_s, timed_out = duration_s(answer, "duration_s", sandbox), flag(answer, "timed_out", sandbox)
+    """The report of a test run. Raises SandboxKilledByAgentError for an invalid answer."""
+    elapsed_s, timed_out = duration_s(answer, "duration_s", sandbox), flag(answer, "timed_out", sandbox)
     run, error = _test_run(answer, data, sandbox, "failed", _is_failure)
     failed = tuple(TestFailure(*row) for row in run["failed"])
-    return TestReport(tuple(run["passed"]), failed, error, timed_out, taken_s)
+    return TestReport(tuple(run["passed"]), failed, error, timed_out, elapsed_s)
 
 
 def probes_report(answer: Header, data: bytes, sandbox: str) -> ProbeReport:
-    """The report of a probe run. Raises SandboxError for an answer that makes no sense."""
-    taken_s, timed_out = duration_s(answer, "duration_s", sandbox), flag(answer, "timed_out", sandbox)
+    """The report of a probe run. Raises SandboxKilledByAgentError for an invalid answer."""
+    elapsed_s, timed_out = duration_s(answer, "duration_s", sandbox), flag(answer, "timed_out", sandbox)
     run, error = _test_run(answer, data, sandbox, "results", _is_probe)
     results = (
         ProbeResult(path, name, tuple(values), failure) for path, name, values, failure in run["results"]
     )
-    return ProbeReport(tuple(results), error, timed_out, taken_s)
+    return ProbeReport(tuple(results), error, timed_out, elapsed_s)
 
 
 def _test_run(
     answer: Header, data: bytes, sandbox: str, key: str, is_row: Callable[[object], bool]
 ) -> tuple[dict[str, Any], str | None]:
-    """(what the runner said, nothing unless it said it all; error)."""
+    """(the runner's report, empty unless it is complete; error)."""
     nothing: dict[str, Any] = {"passed": [], key: []}
     if answer["timed_out"]:
         return nothing, "timeout"
@@ -262,7 +262,8 @@ def _test_run(
 
 
 def _parsed_run(data: bytes, key: str, is_row: Callable[[object], bool]) -> dict[str, Any] | None:
-    """What a test process sent; None if it is not whole. The agent's code ran there: nothing is trusted."""
+    """The report that a test process sent; None if it is not valid. The agent's code ran there, so nothing in
+    it is trusted."""
     try:
         run: object = json.loads(data)
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""From a configured name to a backend."""
+"""Opens a sandbox backend by its configured name."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ IMAGES = "images"
 
 
 def open_backend(name: str, state: Path | None = None, allow_private: Sequence[str] = ()) -> SandboxBackend:
-    """A new backend, not yet started. `state`: where snapshots and images lie, if not in the usual place.
-    `allow_private`: `IP:port`s of private addresses that sandboxes may reach where their network allows it.
+    """A new backend, not yet started. `state`: directory of snapshots and images, if not the default one.
+    `allow_private`: `IP:port`s of private addresses that sandboxes may reach if their network allows it.
 
     `docker:IMAGE` and `podman:IMAGE` name the image of sandboxes whose template has none. Raises ConfigError
-    for an unknown name, and for what is no such address.
+    for an unknown name or an invalid address.
     """
     backend = _open_named(name, state)
     if isinstance(backend, MachineBackend):
-        parse_private(allow_private)  # to say at once what is wrong with one
+        parse_private(allow_private)  # to report an invalid one at once
         backend.allow_private = tuple(allow_private)
     return backend
 
@@ -40,7 +40,7 @@ def _open_named(name: str, state: Path | None) -> SandboxBackend:
             "unknown sandbox backend",
             field="sandbox.backend",
             received=name,
-            fix="one of " + ", ".join((*BACKENDS, *ENGINES, *(f"{one}:IMAGE" for one in ENGINES))),
+            fix="one of " + ", ".join((*BACKENDS, *ENGINES, *(f"{program}:IMAGE" for program in ENGINES))),
         )
     return BACKENDS[name](state)
 
@@ -75,4 +75,4 @@ BACKENDS: dict[str, Callable[[Path | None], SandboxBackend]] = {
     "vm": _vm,
     "unisolated": UnisolatedBackend,
 }
-"""`unisolated` is for code that you trust, and only by name."""
+"""`unisolated` is for trusted code only, and never chosen by default."""

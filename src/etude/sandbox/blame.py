@@ -1,14 +1,14 @@
-"""Whose doing it is that a sandbox failed: one rule for every kind of machine.
+"""Attributes the failure of a sandbox to us or to the agent, by one rule for every kind of machine.
 
-    it never started, or it sleeps, or was killed here                  ours
+    it never started, or is paused, or was killed by us                 ours
     the host shows that it failed: its own process died, its memory     ours
     was used up, most of its sandboxes failed together
-    its time to live ended while nobody asked for anything              ours
+    its time to live ended while it was not in use                      ours
     everything else                                                     the agent's
 
 From its first action on an agent has files, names, memory and processes in the sandbox, and more ways of
-breaking it than anybody can list. So no evidence is asked for against the agent. It is asked for against the
-host: what an agent could make look like a failure of the host would void its session, and with it a failure.
+breaking it than can be listed. So the agent is blamed without evidence, and the host only with evidence: a
+failure of the host voids the session, and an agent that could fake one would so avoid a failed episode.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from etude.errors import EtudeError, SandboxError
 from etude.sandbox.errors import SandboxKilledByAgentError
 
 EVIDENCE_S = 0.25
-"""How long after a failure the host's own processes, and the failures of neighbours, are waited for."""
+"""How long to wait after a failure for the end of host processes and for failures of other sandboxes."""
 TOGETHER = 3
-"""So many sandboxes at least, and half of all, fail together if they do within `TOGETHER_S`, and none for a
-reason of its own."""
+"""A failure is common if at least so many sandboxes, and half of all, fail within `TOGETHER_S` without a
+reason of their own."""
 TOGETHER_S = 1.0
 _MAX_KEPT = 1024
 
@@ -36,16 +36,16 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class Evidence:
-    """What a backend can say of one of its sandboxes, each time that it is asked."""
+    """A backend's observations of one of its sandboxes, made anew at each call."""
 
     is_ours: Callable[[], bool]
-    """Whether it was not in the agent's hands: it sleeps, or was killed here."""
+    """Whether the agent was not in control: the sandbox is paused, or was killed by us."""
     host_failure: Callable[[], str | None]
-    """How the host failed it, as far as that shows."""
+    """How the host failed, as far as that can be observed."""
     agents_doing: Callable[[], str | None]
-    """How the agent broke it, as far as that shows."""
+    """How the agent broke it, as far as that can be observed."""
     num_live: Callable[[], int]
-    """The sandboxes of the backend, those that failed and were not killed yet among them."""
+    """Number of the backend's sandboxes, including those that failed and were not killed yet."""
 
 
 class Blame:
@@ -53,21 +53,21 @@ class Blame:
 
     def __init__(self) -> None:
         self._failed_s: OrderedDict[str, float] = OrderedDict()
-        """When each sandbox failed first that nothing the agent did explains."""
+        """Time of the first failure of each sandbox that no action of the agent explains."""
         self._is_ours: OrderedDict[str, bool] = OrderedDict()
-        """How each failed sandbox was judged: further calls to a dead one get the same answer, at once."""
+        """The verdict on each failed sandbox, so that further calls to it get the same answer at once."""
 
     async def judge(self, sandbox: str, error: SandboxError, evidence: Evidence) -> EtudeError:
-        """`error` itself where the failure is ours, else what the agent did."""
+        """`error` itself if the failure is ours, else a SandboxKilledByAgentError."""
         if evidence.is_ours():
             return error
         if sandbox not in self._is_ours:
             if evidence.agents_doing() is None:
-                _keep(self._failed_s, sandbox, monotonic())
+                _remember(self._failed_s, sandbox, monotonic())
             await asyncio.sleep(EVIDENCE_S)
             if evidence.is_ours():
                 return error
-            _keep(self._is_ours, sandbox, self._is_the_hosts(sandbox, evidence))
+            _remember(self._is_ours, sandbox, self._is_the_hosts(sandbox, evidence))
         if self._is_ours[sandbox]:
             return error
         cause = evidence.agents_doing() or error.message
@@ -80,12 +80,12 @@ class Blame:
             return False
         failed_s = self._failed_s.get(sandbox, monotonic())
         together = sum(abs(other_s - failed_s) <= TOGETHER_S for other_s in self._failed_s.values())
-        # Sessions of one group may try the same thing at the same time: that alone is no failure of a host.
+        # Sessions of one group may do the same thing at the same time: that alone is no failure of the host.
         return together >= TOGETHER and 2 * together >= evidence.num_live()
 
 
-def _keep(kept: OrderedDict[str, Value], sandbox: str, value: Value) -> None:
-    """The first value of a sandbox; of many sandboxes the last ones."""
+def _remember(kept: OrderedDict[str, Value], sandbox: str, value: Value) -> None:
+    """Stores the first value of a sandbox, and drops the oldest sandboxes beyond `_MAX_KEPT`."""
     kept.setdefault(sandbox, value)
     while len(kept) > _MAX_KEPT:
         kept.popitem(last=False)

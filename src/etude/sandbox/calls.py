@@ -1,7 +1,7 @@
-"""Calls of a sandbox: what may be asked of the program inside, as frames, whatever carries them.
+"""Calls of the program inside a sandbox, independent of their transport.
 
-A call is a header (`op` and its fields) with bytes beside it, and so is its answer. `Sandbox` makes them;
-a machine's channel, HTTP and whatever stands around another sandbox carry them.
+A call is a header (`op` and its fields) with a payload of bytes, and so is its answer. `Sandbox` makes calls;
+a machine's channel, HTTP or a wrapping sandbox transports them.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ Answer = tuple[Header, bytes]
 
 
 def prepared(header: Header, workspace: str, environment: Mapping[str, str]) -> Header:
-    """A call as the program inside takes it: paths relative to the workspace, the sandbox's variables under
-    those of the caller. Raises PathOutsideError."""
+    """A call in the form that the program inside expects: paths relative to the workspace, and the sandbox's
+    environment overlaid by the caller's. Raises PathOutsideError."""
 
     def normal(path: str) -> str:
         return normal_path(path, workspace)
@@ -40,7 +40,7 @@ def prepared(header: Header, workspace: str, environment: Mapping[str, str]) -> 
 
 
 def agents_fault(fault: Any, header: Header) -> AgentError:
-    """The error for a fault (kind, message) that answers a call, with what of the call it is about."""
+    """The error for a fault (kind, message) that answers a call, naming the call's field that it is about."""
     kind, message = fault
     if kind == "argument" and "pattern" in header:
         field = "pattern"
@@ -53,14 +53,14 @@ def agents_fault(fault: Any, header: Header) -> AgentError:
 
 
 def _path_of(header: Header) -> str | None:
-    """The one path that a call is about."""
+    """The path that a call is about; None if there are several."""
     if header["op"] == "write":
         return header["files"][0][0] if len(header["files"]) == 1 else None
     return None if "more" in header else header.get("path")
 
 
-def too_large(error: FrameError) -> AgentError:
-    """The error for a call that no frame holds."""
+def too_large_error(error: FrameError) -> AgentError:
+    """The error for a call that does not fit into a frame."""
     return ToolArgumentError(
         f"more than a request holds at once: {error}", field="data", fix="write it in pieces"
     )

@@ -1,4 +1,4 @@
-"""The owner's end of one sandbox's socket: requests out, answers in, by request id."""
+"""The owner's end of a sandbox's socket: sends requests and matches answers by request id."""
 
 from __future__ import annotations
 
@@ -16,24 +16,23 @@ from etude.sandbox.inside.frames import FrameError, Header, Unpacker, pack
 _CREDENTIALS = struct.Struct("iII")
 """struct ucred: process, user, group."""
 READY = 0
-"""Id of the answer that a sandbox sends unasked once it serves."""
+"""Id of the unrequested answer that a sandbox sends once it is ready."""
 _MAX_FAILURE_CHARS = 4000
-_LOOK_S = 0.1
-"""Shortest time between two looks at a deadline that was put off."""
+_MIN_CHECK_S = 0.1
+"""Shortest time between two checks of a deadline that was postponed."""
 
 
 class Channel:
-    """One asyncio owner, one sandbox. Nothing waits without a deadline.
+    """The connection between one event loop and one sandbox. Nothing waits without a deadline.
 
-    Waits for: answers of the sandbox. What unblocks it: an answer, the end of the socket, the deadline, or a
-    frame that makes no sense: after that nothing more is believed. Answers to what was never asked, or was
-    answered already, are passed over: a cancelled caller may still get one, and so may a restored machine's.
+    Waits for: answers of the sandbox. What unblocks it: an answer, the end of the socket, the deadline, or an
+    invalid frame, after which no frame is processed. Answers to unknown ids are ignored: they may be for a
+    cancelled caller, or for one of the machine from which this one was restored.
     """
 
     def __init__(self, sock: socket.socket, name: str, first_id: int = READY + 1) -> None:
-        """`first_id`: id of the first request. Of a machine that was restored: beyond all that it had been
-        asked before, so that no answer from then is taken for one of now. Raises SandboxError, and
-        the socket is closed.
+        """`first_id`: id of the first request; for a restored machine beyond all its earlier ids, so that no
+        late answer is mistaken for a new one. Closes the socket and raises SandboxError if it is invalid.
         """
         if type(first_id) is not int or not READY < first_id <= MAX_INTEGER:
             sock.close()
@@ -46,7 +45,7 @@ class Channel:
         sock.setblocking(False)
         self._sock = sock
         self.name = name
-        """Of its sandbox, for errors."""
+        """The sandbox's id, for errors."""
         self._loop = asyncio.get_running_loop()
         self._unpacker = Unpacker()
         self._waiting: dict[int, asyncio.Future[Answer]] = {}
@@ -55,13 +54,14 @@ class Channel:
         self._num_requests = 0
         self._end: str | None = None
         self._lent: list[int] | None = None
+        """Descriptors received since `borrow_disk` was called; None outside of it."""
         self._wants_pid = False
         self.peer_pid = 0
-        """Process id of the server as we see it; 0: not asked for, or out of our sight."""
+        """Process id of the server in our namespace; 0: not requested, or not visible from it."""
         self.on_event: Callable[[Header, bytes], None] = lambda header, payload: None
-        """Called with what the sandbox sends unasked."""
+        """Called with each event, which the sandbox sends unasked."""
         self.on_close: Callable[[str], None] = lambda reason: None
-        """Called once with the reason when the line has ended."""
+        """Called once with the reason when the channel is closed."""
         self._loop.add_reader(sock.fileno(), self._readable)
 
     @property
@@ -72,8 +72,8 @@ class Channel:
     async def request(self, header: Header, payload: bytes, deadline_s: float) -> Answer:
         """Sends a request and waits for its answer. Raises SandboxError.
 
-        `deadline_s`: for this request, and as much for each that still waits before it: the server inside
-        does them one after the other.
+        `deadline_s`: for this request, and the same for each one queued before it, as the server inside
+        handles them one after the other.
         """
         header["id"] = request_id = header.get("id") or self.next_id()
         self._send(pack(header, payload))
@@ -84,17 +84,17 @@ class Channel:
             self._num_requests -= 1
 
     def next_id(self) -> int:
-        """An id for a request that the caller sends on its own."""
+        """Allocates an id for a request that the caller sends itself."""
         self._next_id += 1
         return self._next_id - 1
 
     async def answer(
-        self, request_id: int, deadline_s: float | None, standing_s: Callable[[], float] = lambda: 0.0
+        self, request_id: int, deadline_s: float | None, frozen_s: Callable[[], float] = lambda: 0.0
     ) -> Answer:
         """Waits for the answer with the given id. Raises SandboxError after `deadline_s` seconds.
 
-        A sandbox that lets the deadline pass is taken for lost. None: the caller has a deadline of its own.
-        `standing_s`: for how long the sandbox has stood still so far; what is added meanwhile does not count.
+        A sandbox that misses the deadline is closed. None: the caller has a deadline of its own. `frozen_s`:
+        total time for which the sandbox was frozen so far; what is added meanwhile does not count.
         """
         if self._end is not None:
             raise SandboxError(self._end, field="sandbox", received=self.name)
@@ -102,7 +102,7 @@ class Channel:
         self._waiting[request_id] = future
         timer = None
         if deadline_s is not None:
-            timer = _Deadline(deadline_s, standing_s, self.close)
+            timer = _Deadline(deadline_s, frozen_s, self.close)
         try:
             header, payload = await future
         finally:
@@ -113,8 +113,8 @@ class Channel:
             raise SandboxError(header["failure"][:_MAX_FAILURE_CHARS], field="sandbox", received=self.name)
         return header, payload
 
-    async def borrow(self, deadline_s: float) -> int:
-        """A descriptor of the sandbox's own disk, for the caller to close. Raises SandboxError."""
+    async def borrow_disk(self, deadline_s: float) -> int:
+        """A descriptor of the sandbox's own disk, which the caller closes. Raises SandboxError."""
         self._lent = []
         try:
             answer, _ = await self.request({"op": "lend"}, b"", deadline_s)
@@ -128,11 +128,11 @@ class Channel:
                 os.close(descriptor)
 
     def send(self, header: Header, payload: bytes = b"") -> None:
-        """Sends what has no answer. Raises SandboxError."""
+        """Sends a message without waiting for an answer. Raises SandboxError."""
         self._send(pack(header, payload))
 
-    def ask_for_pid(self) -> None:
-        """Has the kernel say who sends the first bytes: `peer_pid` is set with the first answer."""
+    def request_peer_pid(self) -> None:
+        """Makes the kernel attach the sender's credentials: `peer_pid` is set with the first answer."""
         self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
         self._wants_pid = True
 
@@ -146,7 +146,7 @@ class Channel:
         return data
 
     def close(self, reason: str) -> None:
-        """Closes the socket; everything that waits raises SandboxError with the reason. Idempotent."""
+        """Closes the socket; all pending requests raise SandboxError with the reason. Idempotent."""
         if self._end is not None:
             return
         self._end = reason
@@ -207,19 +207,19 @@ class Channel:
             self.close(f"the sandbox does not speak the protocol: {error}")
             return
         for header, payload in frames:
-            self._take(header, payload)
+            self._handle_frame(header, payload)
         if not data:
             self.close("the sandbox died: its server ended")
 
-    def _take(self, header: Header, payload: bytes) -> None:
-        """One frame. The first that makes no sense is the last."""
+    def _handle_frame(self, header: Header, payload: bytes) -> None:
+        """Dispatches one frame; closes the channel at the first invalid one."""
         if self._end is not None:
             return
         problem = frame_problem(header)
         if problem:
             self.close(f"the sandbox does not speak the protocol: it sent {problem}")
         elif "event" in header:
-            # Not from here: what a listener raises must not lose the answers that came with its output.
+            # Called later, so that an error of a listener does not lose the answers of the same read.
             self._loop.call_soon(self.on_event, header, payload)
         else:
             future = self._waiting.get(header.get("id", READY))
@@ -228,24 +228,24 @@ class Channel:
 
 
 class _Deadline:
-    """Calls `close` after so many seconds, in which those do not count that `standing_s` gains."""
+    """Calls `close` after `deadline_s` seconds, not counting the time that `frozen_s` gains meanwhile."""
 
     def __init__(
-        self, deadline_s: float, standing_s: Callable[[], float], close: Callable[[str], None]
+        self, deadline_s: float, frozen_s: Callable[[], float], close: Callable[[str], None]
     ) -> None:
         self._deadline_s = deadline_s
-        self._standing_s = standing_s
+        self._frozen_s = frozen_s
         self._close = close
         self._loop = asyncio.get_running_loop()
-        self._start_s = self._loop.time() - standing_s()
-        self._timer = self._loop.call_later(deadline_s, self._look)
+        self._start_s = self._loop.time() - frozen_s()
+        self._timer = self._loop.call_later(deadline_s, self._check)
 
     def cancel(self) -> None:
         self._timer.cancel()
 
-    def _look(self) -> None:
-        left_s = self._start_s + self._deadline_s + self._standing_s() - self._loop.time()
+    def _check(self) -> None:
+        left_s = self._start_s + self._deadline_s + self._frozen_s() - self._loop.time()
         if left_s <= 0:
             self._close(f"no answer within {self._deadline_s:g} s")
         else:
-            self._timer = self._loop.call_later(max(left_s, _LOOK_S), self._look)
+            self._timer = self._loop.call_later(max(left_s, _MIN_CHECK_S), self._check)

@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from etude.sandbox.interface import Sandbox
 
 MEMORY_EXCEEDED = "killed: memory limit exceeded\n"
-"""What the error output of a command ends with that was ended for want of memory."""
+"""Appended to the error output of a command that was killed by the memory limit."""
 _PROCESS: Shapes = frozenset({(int, str, bool, int), (int, str, bool, type(None))})
 
 
 def command_result(answer: Header, data: bytes, sandbox: str) -> CommandResult:
-    """What an answer of the server says about an ended command. Raises SandboxError if it makes no sense."""
+    """The result of an ended command from the server's answer. Raises SandboxKilledByAgentError."""
     out, err = parts(answer, data, sandbox)
     stderr = err.decode("utf-8", "replace") if err else ""
     if flag(answer, "memory_exceeded", sandbox):
@@ -54,7 +54,7 @@ class Command:
         """Its process id inside the sandbox."""
 
     async def wait(self, timeout_s: float | None = None) -> CommandResult:
-        """The result once it has ended. Raises TimeoutError after `timeout_s`; the command goes on."""
+        """Waits for the end; the result. Raises TimeoutError after `timeout_s`; the command then runs on."""
         if self._result is None:
             async with asyncio.timeout(timeout_s):
                 answer, data = await self._sandbox.call({"op": "wait", "pid": self.pid})
@@ -67,7 +67,7 @@ class Command:
         await self._sandbox.call({"op": "stdin", "pid": self.pid, "close": close}, payload)
 
     async def kill(self) -> bool:
-        """Ends it and what it started; False if it had ended already."""
+        """Kills it and its descendants; False if it had ended already."""
         answer, _ = await self._sandbox.call({"op": "kill", "pid": self.pid})
         return flag(answer, "killed", self._sandbox.id)
 
@@ -90,9 +90,9 @@ class Commands:
     ) -> CommandResult:
         """Runs `cmd` with `/bin/sh` in the workspace; at the timeout everything it started is killed.
 
-        A process that it leaves in the background lives on. `on_output` sees the output as it comes; over a
-        connection a slow one may miss some, and the result then says `truncated`. Raises ConfigError for a
-        timeout that is no time.
+        A process that it leaves in the background keeps running. `on_output` receives the output as it comes;
+        over a connection a slow one may miss some, and then the result is `truncated`. Raises ConfigError for
+        an invalid timeout.
         """
         check_timeout(timeout_s)
         header = _header(cmd, timeout_s, env, cwd, limit_bytes, on_output)
@@ -109,7 +109,7 @@ class Commands:
         limit_bytes: int = 64 << 10,
         on_output: OnOutput | None = None,
     ) -> Command:
-        """Runs `cmd` in the background, with a standard input that stays open. Raises as `run`."""
+        """Starts `cmd` in the background, with an open standard input. Raises as `run`."""
         if timeout_s is not None:
             check_timeout(timeout_s)
         header = _header(cmd, timeout_s, env, cwd, limit_bytes, on_output)
@@ -117,7 +117,7 @@ class Commands:
         return Command(self._sandbox, process_id(answer, self._sandbox.id))
 
     async def list(self) -> list[ProcessInfo]:
-        """The background commands, those that have ended and were not waited for included."""
+        """The background commands, including those that have ended and were not waited for."""
         answer, _ = await self._sandbox.call({"op": "processes"})
         processes = rows(answer, "processes", self._sandbox.id, _PROCESS, least=-MAX_EXIT_CODE)
         return [ProcessInfo(*row) for row in processes]
@@ -132,12 +132,12 @@ class Commands:
         await Command(self._sandbox, pid).send_stdin(data)
 
     async def kill(self, pid: int) -> bool:
-        """See Command.kill. False if there is no such command."""
+        """As `Command.kill`; False if there is no such command."""
         return await Command(self._sandbox, pid).kill()
 
 
 def process_id(answer: Header, sandbox: str) -> int:
-    """Of the background command that a call has started. Raises SandboxKilledByAgentError."""
+    """Process id of the background command that a call has started. Raises SandboxKilledByAgentError."""
     return integer(answer, "pid", sandbox, least=1)
 
 

@@ -1,7 +1,7 @@
-"""A sandbox's way out: streams that the program inside forwards, served by the egress proxy.
+"""Network access of a sandbox: TCP streams that the program inside forwards to the egress proxy.
 
-Nothing is connected to the sandbox's network namespace: its proxy is a listener on its own loopback, and
-every byte comes over the sandbox's one line.
+The sandbox's network namespace has no connection to the outside: its proxy is a listener on its own loopback,
+and every byte is multiplexed over the sandbox's channel.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ LISTEN_S = 10.0
 
 
 class ForwardedStream:
-    """`network.streams.Stream` over a channel."""
+    """A `network.streams.Stream` over a channel, with a flow-control window."""
 
     def __init__(self, channel: Channel, number: int, on_close: Callable[[int], None]) -> None:
         self.number = number
@@ -28,12 +28,12 @@ class ForwardedStream:
         self._received = bytearray()
         self._ended = False
         self._closed = False
-        self._said_end = False
+        self._eof_sent = False
         self._credit_bytes = WINDOW_BYTES
         self._changed = asyncio.Event()
 
     def on_event(self, header: Header, payload: bytes) -> None:
-        """A frame of the program inside about this stream. One that keeps no bounds loses its stream."""
+        """Handles a frame for this stream. Data beyond the window closes the stream."""
         kind = header["event"]
         if kind == "net.data":
             self._received += payload
@@ -45,16 +45,16 @@ class ForwardedStream:
         elif kind == "net.took":
             self._credit_bytes = min(self._credit_bytes + max(0, header["bytes"]), WINDOW_BYTES)
         else:
-            self.abandon()
+            self.mark_closed()
         self._changed.set()
 
-    def abandon(self) -> None:
-        """The other end is gone."""
+    def mark_closed(self) -> None:
+        """Marks both directions as ended: the peer has closed the stream."""
         self._closed = self._ended = True
         self._changed.set()
 
     async def read(self, num_bytes: int) -> bytes:
-        """Some bytes, at most `num_bytes`; b"" at the end."""
+        """Waits for bytes, and returns at most `num_bytes`; b"" at the end of the stream."""
         while not self._received and not self._ended:
             await self._change()
         data = bytes(self._received[:num_bytes])
@@ -64,7 +64,7 @@ class ForwardedStream:
         return data
 
     async def write(self, data: bytes) -> None:
-        """Sends all of it, as fast as the other end takes it. Raises ConnectionResetError."""
+        """Sends all of `data`, as fast as the peer's window allows. Raises ConnectionResetError."""
         view = memoryview(data)
         while view:
             while self._credit_bytes <= 0 and not self._closed:
@@ -77,10 +77,10 @@ class ForwardedStream:
             view = view[len(piece) :]
 
     async def write_eof(self) -> None:
-        """Says that no more will be written. Idempotent."""
-        if self._said_end:
+        """Ends the written direction. Idempotent."""
+        if self._eof_sent:
             return
-        self._said_end = True
+        self._eof_sent = True
         if not self._closed and not self._channel.closed:
             self._channel.send({"op": "net.end", "stream": self.number})
 
@@ -88,7 +88,7 @@ class ForwardedStream:
         """Ends the stream in both directions. Idempotent."""
         if not self._closed and not self._channel.closed:
             self._channel.send({"op": "net.close", "stream": self.number})
-        self.abandon()
+        self.mark_closed()
         self._on_close(self.number)
 
     async def _change(self) -> None:
@@ -97,7 +97,7 @@ class ForwardedStream:
 
 
 class Egress:
-    """All streams of one sandbox."""
+    """The forwarded streams of one sandbox, served by its proxy."""
 
     def __init__(self, channel: Channel, proxy: EgressProxy) -> None:
         self._channel = channel
@@ -106,27 +106,27 @@ class Egress:
         self._tasks = Tasks()
 
     async def open(self) -> None:
-        """Has the program inside listen. Raises SandboxError."""
+        """Makes the program inside listen. Raises SandboxError."""
         await self._channel.request({"op": "net.listen", "port": PORT}, b"", LISTEN_S)
 
     def on_event(self, header: Header, payload: bytes) -> None:
-        """A `net.*` frame."""
+        """Handles a `net.*` frame."""
         number = header["stream"]
         if header["event"] == "net.open":
             if number in self._streams or len(self._streams) >= MAX_STREAMS:
                 self._channel.send({"op": "net.close", "stream": number})
                 return
-            stream = ForwardedStream(self._channel, number, self._forget)
+            stream = ForwardedStream(self._channel, number, self._remove_stream)
             self._streams[number] = stream
             self._tasks.start(self._proxy.serve(stream))
         elif number in self._streams:
             self._streams[number].on_event(header, payload)
 
-    def _forget(self, number: int) -> None:
+    def _remove_stream(self, number: int) -> None:
         self._streams.pop(number, None)
 
     def close(self) -> None:
         """Ends every stream. Idempotent."""
         for stream in list(self._streams.values()):
-            stream.abandon()
+            stream.mark_closed()
         self._tasks.cancel()

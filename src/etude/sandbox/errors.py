@@ -1,12 +1,12 @@
-"""What can go wrong with a sandbox, and whose doing it is.
+"""Exceptions of sandboxes, by who caused them.
 
-    AgentError                      the agent's doing: an outcome, it stays in the batch
+    AgentError                      caused by the agent: an outcome, which stays in the batch
     ├── PathMissingError, PathKindError, PathOutsideError   (ToolArgumentErrors)
     ├── DiskFullError               the sandbox's disk or its inodes are used up
     ├── DiffTooLargeError           more changes than a diff carries
     └── SandboxKilledByAgentError   the agent ended its sandbox's first process
     InfrastructureError
-    └── SandboxError                ours: never a reward
+    └── SandboxError                caused by us: never a reward
         ├── SandboxMissingError     no sandbox of that id lives here
         ├── SandboxStateError       paused, or not paused, when the call needs the other
         ├── SandboxLostError        its host or its server died
@@ -19,7 +19,7 @@
     │   └── LiveProcessesError      a fork of files alone while the agent's processes run
     └── TemplateError               a template or image that does not exist or does not parse
 
-Each names the sandbox (or snapshot, or template), what was received and what to do.
+Each names the sandbox (or snapshot, or template), the value received and the fix.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class PathKindError(ToolArgumentError):
 
 
 class PathOutsideError(ToolArgumentError):
-    """The path leaves the workspace, or is no path at all."""
+    """The path leaves the workspace, or is not a valid path."""
 
 
 class DiskFullError(AgentError):
@@ -48,11 +48,11 @@ class DiffTooLargeError(AgentError):
 
 
 class SandboxKilledByAgentError(AgentError):
-    """The agent's own doing ended its sandbox: it killed or starved the sandbox's first process."""
+    """The agent ended its own sandbox: it killed or starved the sandbox's first process."""
 
 
 class SandboxMissingError(SandboxError):
-    """No sandbox of that id lives here: it never did, was killed, or its time to live is over."""
+    """No live sandbox has that id: it never existed, was killed, or its time to live is over."""
 
 
 class SandboxStateError(SandboxError):
@@ -68,7 +68,7 @@ class SnapshotError(SandboxError):
 
 
 class SnapshotMissingError(SnapshotError):
-    """No snapshot of that id is here: it never was, or it was deleted."""
+    """No snapshot has that id: it never existed, or was deleted."""
 
 
 class SnapshotRefusedError(SnapshotError):
@@ -80,11 +80,11 @@ class CapacityError(SandboxError):
 
 
 class Unsupported(UserError):
-    """This backend cannot do what was asked; the fix names one that can. Never a silent downgrade."""
+    """This backend does not support the operation; the fix names one that does. Never a silent downgrade."""
 
 
 class LiveProcessesError(Unsupported):
-    """A fork would copy the files alone while processes of the agent live: it would lack them."""
+    """A fork would copy only the files while processes of the agent run, and would lose these."""
 
 
 class TemplateError(UserError):

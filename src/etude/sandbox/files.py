@@ -1,4 +1,4 @@
-"""The files of a sandbox's workspace."""
+"""Reading, writing and transferring the files of a sandbox's workspace."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from etude.errors import AgentError, ToolArgumentError
 from etude.kit.durable import whole_file
-from etude.sandbox.answers import Shapes, nonsense, rows
+from etude.sandbox.answers import Shapes, invalid_answer, rows
 from etude.sandbox.errors import PathKindError, PathOutsideError, SandboxKilledByAgentError, fault_error
 from etude.sandbox.inside import faults
 from etude.sandbox.inside.frames import Header
@@ -22,21 +22,21 @@ if TYPE_CHECKING:
 PIECE_BYTES = 4 << 20
 """Files travel in pieces of this size."""
 DOWNLOAD_BYTES = 1 << 30
-"""The most that a download brings: what is sparse, or has many names, takes more here than in its sandbox."""
+"""Most bytes of a download: sparse files and hard links take more space here than in the sandbox."""
 _NAMES_BYTES = 8 << 20
-"""Paths that one request holds, as they may stand in its header."""
+"""Most bytes of encoded paths in one request's header."""
 _MAX_DEPTH = 100
 _ENTRY: Shapes = frozenset({(str, str, int)})
 _MATCH: Shapes = frozenset({(str, int, str)})
 
 
 def name_bytes(path: str) -> int:
-    """The most that a path takes in a header, with its file's size beside it."""
+    """Upper bound of the bytes that a path takes in a header, together with its file's size."""
     return 6 * len(path) + 32
 
 
 def batches(sizes: Sequence[int], limit_bytes: int) -> Iterator[slice]:
-    """Consecutive runs of which each adds up to at most `limit_bytes`, or holds one item that is larger."""
+    """Splits sizes into consecutive batches of at most `limit_bytes`; a larger item is a batch of its own."""
     start, total = 0, 0
     for index, size in enumerate(sizes):
         if index > start and total + size > limit_bytes:
@@ -48,7 +48,7 @@ def batches(sizes: Sequence[int], limit_bytes: int) -> Iterator[slice]:
 
 
 def split_write(header: Header, payload: bytes, limit_bytes: int) -> Iterator[tuple[Header, bytes]]:
-    """A `write` as several that carry `limit_bytes` each at most: a larger file goes in pieces."""
+    """Splits a `write` into calls of at most `limit_bytes` each; a larger file is written in pieces."""
     files, start = header["files"], 0
     for part in batches([size + name_bytes(path) for path, size in files], limit_bytes):
         rows = files[part]
@@ -64,7 +64,7 @@ def split_write(header: Header, payload: bytes, limit_bytes: int) -> Iterator[tu
 
 
 class Files:
-    """The workspace's files. Symbolic links that lead out of the workspace are refused."""
+    """File operations in the workspace. Symbolic links that lead out of the workspace are refused."""
 
     def __init__(self, sandbox: Sandbox) -> None:
         self._sandbox = sandbox
@@ -79,7 +79,7 @@ class Files:
         return data
 
     async def read_many(self, paths: Sequence[str], limit_bytes: int = 1 << 20) -> list[bytes | AgentError]:
-        """The first `limit_bytes` of each file, or what `read` would raise for it; in few round trips.
+        """The first `limit_bytes` of each file, or the error that `read` would raise; in few round trips.
 
         Raises SandboxError.
         """
@@ -89,9 +89,9 @@ class Files:
         return found
 
     async def _read_some(self, paths: Sequence[str], limit_bytes: int) -> list[bytes | AgentError]:
-        """As `read_many`, of the first path and of as many after it as one answer holds.
+        """As `read_many`, for the first path and as many after it as fit into one answer.
 
-        A program inside of an older version answers for the first one only.
+        An older version of the program inside answers for the first one only.
         """
         header: Header = {"op": "read", "path": paths[0], "limit_bytes": limit_bytes}
         if len(paths) > 1:
@@ -104,8 +104,8 @@ class Files:
             except SandboxKilledByAgentError:
                 raise
             except AgentError:
-                # A path that is none, or an answer for which memory did not suffice: the first is asked for
-                # alone, and tells the truth about itself.
+                # An invalid path, or an answer too large for memory: the first path is read alone, and
+                # returns its own error.
                 pass
         try:
             return [await self._read(header)]
@@ -117,9 +117,9 @@ class Files:
     def _shared(
         self, answered: Any, data: bytes, paths: Sequence[str], limit_bytes: int
     ) -> list[bytes | AgentError]:
-        """What an answer holds of the first files: of each a size, or a fault. Raises SandboxError."""
+        """The contents or faults of the first files in an answer. Raises SandboxKilledByAgentError."""
         if type(answered) is not list or not 0 < len(answered) <= len(paths):
-            raise nonsense(self._sandbox.id, "files", answered, f"1 to {len(paths)} sizes or faults")
+            raise invalid_answer(self._sandbox.id, "files", answered, f"1 to {len(paths)} sizes or faults")
         found: list[bytes | AgentError] = []
         start = 0
         for path, row in zip(paths, answered, strict=False):
@@ -129,17 +129,19 @@ class Files:
             elif type(row) is list and list(map(type, row)) == [str, str]:
                 found.append(fault_error((row[0], row[1]), "path", path))
             else:
-                raise nonsense(self._sandbox.id, "files", row, f"a size up to {limit_bytes}, or a fault")
+                raise invalid_answer(
+                    self._sandbox.id, "files", row, f"a size up to {limit_bytes}, or a fault"
+                )
         if start != len(data):
-            raise nonsense(self._sandbox.id, "files", start, f"files of {len(data)} bytes together")
+            raise invalid_answer(self._sandbox.id, "files", start, f"files of {len(data)} bytes together")
         return found
 
     async def write(self, path: str, data: str | bytes) -> None:
-        """Replaces or makes a file and the directories above it. Raises as `read`, and DiskFullError."""
+        """Replaces or creates a file and its parent directories. Raises as `read`, and DiskFullError."""
         await self.write_many({path: data})
 
     async def write_many(self, files: Mapping[str, str | bytes]) -> None:
-        """Writes several files in one round trip, in order; what came before a failure stays written."""
+        """Writes several files in one round trip, in order; files before a failure stay written."""
         contents = [data.encode() if isinstance(data, str) else data for data in files.values()]
         pieces = [[path, len(data)] for path, data in zip(files, contents, strict=True)]
         for part in batches([name_bytes(path) for path in files], _NAMES_BYTES):
@@ -151,14 +153,14 @@ class Files:
         return [FileInfo(*row) for row in rows(answer, "entries", self._sandbox.id, _ENTRY)]
 
     async def remove(self, path: str) -> None:
-        """Removes a file, or a directory with all that it holds; the workspace itself is refused."""
+        """Removes a file, or a directory with its contents; the workspace itself is refused."""
         await self._sandbox.call({"op": "remove", "path": path})
 
     async def grep(self, pattern: str, path: str = ".", limit: int = 50) -> list[GrepMatch]:
         """Lines that a Python regular expression matches, in the order of sorted paths.
 
-        Files with NUL bytes and `__pycache__` are passed over. Raises ToolArgumentError for a pattern
-        that does not compile or takes too long.
+        Skips files with NUL bytes and `__pycache__`. Raises ToolArgumentError for a pattern that does not
+        compile or takes too long.
         """
         header: Header = {"op": "grep", "pattern": pattern, "path": path, "limit": limit}
         answer, _ = await self._sandbox.call(header)
@@ -167,7 +169,7 @@ class Files:
     async def upload(self, source: Path, path: str) -> int:
         """Copies a host file, or a directory with its regular files, to `path`; returns the bytes copied.
 
-        In pieces: of any size. Symbolic links below `source` are left out. Raises as `write`.
+        Sent in pieces, so the size is not limited. Skips symbolic links below `source`. Raises as `write`.
         """
         total = 0
         for file, name in await asyncio.to_thread(files_of, source):
@@ -190,7 +192,7 @@ class Files:
     async def download(self, path: str, target: Path) -> int:
         """Copies a file or directory of the workspace to the host; returns the bytes copied.
 
-        Whatever the sandbox answers, nothing outside `target` is written: names that climb out are
+        Whatever the sandbox answers, nothing outside `target` is written: names that lead out of it are
         refused, links are not followed. Raises as `read`.
         """
         try:
@@ -199,7 +201,7 @@ class Files:
             return await self._download_file(path, target, DOWNLOAD_BYTES)
         if sum(entry.size_bytes for entry in entries) > DOWNLOAD_BYTES:
             raise fault_error(faults.ANSWER_TOO_LARGE, "path", path)
-        # Listed is what the directory itself holds, too: its name is what stands before that.
+        # The topmost entries lie in the listed directory itself, so their parent is its name.
         top = min((entry.path for entry in entries), key=lambda name: name.count("/"), default="")
         folder = top.rpartition("/")[0] or "."
         total = 0
@@ -211,7 +213,7 @@ class Files:
         return total
 
     async def _download_file(self, path: str, target: Path, room_bytes: int) -> int:
-        """Writes beside the target and renames: a link in its place is replaced, never followed."""
+        """Writes a temporary file and renames it over the target: a link there is replaced, not followed."""
         await asyncio.to_thread(target.parent.mkdir, parents=True, exist_ok=True)
         header: Header = {"op": "read", "path": path, "limit_bytes": PIECE_BYTES}
         offset = 0
@@ -227,13 +229,13 @@ class Files:
 
     def _check_size(self, data: bytes, limit_bytes: int) -> None:
         if len(data) > max(0, limit_bytes):
-            raise nonsense(self._sandbox.id, "payload", len(data), f"at most {limit_bytes} bytes")
+            raise invalid_answer(self._sandbox.id, "payload", len(data), f"at most {limit_bytes} bytes")
 
 
 def files_of(source: Path) -> list[tuple[Path, str]]:
-    """(file, its name below the source) of everything that is to be copied; "" names a source that is a file.
+    """(file, its path relative to the source) of all files to copy; the path is "" if the source is a file.
 
-    Symbolic links are left out. Raises ToolArgumentError if there is nothing.
+    Skips symbolic links. Raises ToolArgumentError if the source does not exist.
     """
     if source.is_dir():
         return [(file, file.relative_to(source).as_posix()) for file in _regular(source)]
@@ -245,7 +247,7 @@ def files_of(source: Path) -> list[tuple[Path, str]]:
 
 
 def below(target: Path, name: str) -> Path:
-    """Where a relative path that the other side made up belongs below `target`. Raises PathOutsideError."""
+    """Resolves an untrusted relative path below `target`. Raises PathOutsideError."""
     parts = name.split("/")
     if "\0" in name or any(part in ("", ".", "..") for part in parts):
         raise PathOutsideError("the other side names a path that leads out", field="path", received=name)
@@ -258,7 +260,7 @@ def below(target: Path, name: str) -> Path:
 
 
 def name_below(path: str, folder: str) -> str:
-    """The rest of a listed path below the folder that was listed; "" if it does not lie there."""
+    """A listed path relative to the listed folder; "" if it is not in it."""
     prefix = "" if folder == "." else folder + "/"
     return path[len(prefix) :] if path.startswith(prefix) else ""
 

@@ -1,4 +1,4 @@
-"""Programs of ours that end with us: started below a guard, which watches this process."""
+"""Host programs that end with this process: a guard process starts them, watches us and kills them."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from etude.sandbox.guest_program import python_words
 _LOG_BYTES = 4000
 _END_S = 10.0
 _SIGNALLED = 128
-"""What the guard adds to a signal's number."""
+"""The guard's exit code for a signal is this plus the signal's number."""
 
 
 class GuardedProcess:
-    """A running program below its guard. `kill` ends it and everything it started."""
+    """A running program and its guard process. `kill` ends it and everything it started."""
 
     def __init__(self, process: asyncio.subprocess.Process, log: int, name: str) -> None:
         self._process = process
@@ -41,10 +41,9 @@ class GuardedProcess:
         control: Sequence[Path] = (),
         binds: Mapping[str, Path] | None = None,
     ) -> GuardedProcess:
-        """Starts `argv` below a guard. What it prints is kept for `log`. Raises SandboxError.
+        """Starts `argv` as the child of a guard. Its output is kept for `log`. Raises SandboxError.
 
-        `user`: (uid, gid) that the program becomes; the guard stays who it is. `control`, `binds`: see
-        `inside.guard`.
+        `user`: (uid, gid) of the program; the guard keeps its own. `control`, `binds`: see `inside.guard`.
         """
         owner = os.pidfd_open(os.getpid())
         log = os.memfd_create("log")
@@ -70,7 +69,7 @@ class GuardedProcess:
         try:
             return cls(process, log, argv[0])
         except OSError as error:
-            # No descriptor is left to name it by.
+            # No descriptor is left for a pidfd.
             process.kill()
             os.close(log)
             raise SandboxError(f"cannot be watched: {error}", field="program", received=argv[0]) from error
@@ -82,7 +81,7 @@ class GuardedProcess:
 
     @property
     def was_killed(self) -> bool:
-        """Whether a signal ended the program, and neither it itself nor `kill`."""
+        """Whether a signal ended the program, other than that of `kill`."""
         code = self._process.returncode
         return code is not None and code > _SIGNALLED and not self._is_ending
 
@@ -91,14 +90,14 @@ class GuardedProcess:
         return await self._process.wait()
 
     def log(self) -> str:
-        """The end of what the program printed; nothing after `kill`."""
+        """The end of the program's output; empty after `kill`."""
         if self._log < 0:
             return ""
         size = os.fstat(self._log).st_size
         return os.pread(self._log, _LOG_BYTES, max(0, size - _LOG_BYTES)).decode(errors="replace")
 
     async def kill(self) -> None:
-        """Ends the program and all that it started. Idempotent."""
+        """Kills the program and all that it started. Idempotent."""
         if self._process.returncode is None:
             self._is_ending = True
             self._signal(signal.SIGTERM)
@@ -114,8 +113,8 @@ class GuardedProcess:
         self._log = self._guard = -1
 
     def _signal(self, number: signal.Signals) -> None:
-        """Not by way of the event loop's `terminate` and `kill`: those look whether the child has ended, and
-        so may collect it behind the event loop's back, which then knows no exit code.
+        """Signals by pidfd, as the event loop's `terminate` and `kill` poll the child first, and so may reap
+        it without the event loop's knowledge, which then has no exit code.
         """
         with contextlib.suppress(ProcessLookupError):
             if self._guard >= 0:
@@ -123,7 +122,7 @@ class GuardedProcess:
 
 
 def _pidfd_of(process: asyncio.subprocess.Process) -> int:
-    """A descriptor that names the process and no later one with its number; -1: it has ended already."""
+    """A pidfd of the process, which no later process with its number shares; -1: it has ended already."""
     try:
         return os.pidfd_open(process.pid)
     except ProcessLookupError:

@@ -1,5 +1,5 @@
-"""The programs of `inside`: packed for guests, or started here in an interpreter of their own; and how
-guests get the files of a template that they were booted without."""
+"""Packs the programs of `inside` for guests, or starts them on the host in a separate interpreter; and sends
+a template's files into a booted guest."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _LAUNCH = "import sys; sys.path.insert(0, sys.argv[1]); from {} import main; mai
 
 
 def python_words(module: str, *words: str, interpreter: str = sys.executable) -> list[str]:
-    """The command line that runs `main` of a module of ours in an interpreter that knows nothing else."""
+    """The command line that runs `main` of one of our modules in an isolated interpreter."""
     return [interpreter, "-I", "-S", "-B", "-c", _LAUNCH.format(module), _SOURCE, *words]
 
 
 def guest_arguments(resources: Resources, **options: object) -> list[str]:
-    """Arguments of the program inside: a sandbox's limits, and others by their names."""
+    """Command-line arguments of the program inside: the resource limits, and other options by name."""
     given = {"memory_bytes": resources.memory_bytes, "cpu_s": resources.cpu_s} | options
     given |= {"open_files": resources.open_files}
     return [word for key, value in given.items() for word in (f"--{key.replace('_', '-')}", str(value))]
@@ -48,19 +48,17 @@ def guest_program() -> bytes:
 
 
 _BATCH_BYTES, _FILE_BYTES = 8 << 20, 8 << 10
-"""Of one batch, and what each file counts for beside its contents."""
+"""Most bytes of one batch, and the bytes that each file counts for in addition to its contents."""
 
 
 async def install_template(
     channel: Channel, template: Template, deadline_s: float, keep: bool = False
 ) -> None:
-    """Fills the workspace. `deadline_s` is for each batch; `keep`: what an image has there stays.
-
-    Raises SandboxError if that cannot be done.
-    """
+    """Writes the template's files into the workspace. `deadline_s` is for each batch; `keep`: files that the
+    image has there stay. Raises SandboxError."""
     files = list(template.contents.items())
     more = False
-    # One at least, so that a workspace without files is marked complete as well.
+    # At least one batch, so that an empty workspace is marked complete as well.
     for part in list(batches([len(data) + _FILE_BYTES for _, data in files], _BATCH_BYTES)) or [slice(0)]:
         rows = [[path, len(data)] for path, data in files[part]]
         header: dict[str, object] = {"op": "install", "files": rows, "more": more, "keep": keep and not more}

@@ -1,7 +1,7 @@
-"""A sandbox on a machine of some kind, reached by a channel: everything that does not depend on the kind.
+"""`MachineSandbox`: a sandbox on a machine (container, guest) that is reached by a channel.
 
-`MachineSandbox` carries calls to the program inside as frames; what a frame cannot do (sleep, copy, move,
-end) it asks of its backend, a `MachineBackend`.
+It sends calls to the program inside as frames, and delegates its lifecycle (pause, copy, move, kill) to its
+backend, a `MachineBackend`. Everything here is independent of the kind of machine.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, asynccontextmanager, contextmanag
 from typing import TYPE_CHECKING
 
 from etude.errors import SandboxError
-from etude.sandbox.calls import Answer, agents_fault, prepared, too_large
+from etude.sandbox.calls import Answer, agents_fault, prepared, too_large_error
 from etude.sandbox.channel import Channel
 from etude.sandbox.commands import process_id
 from etude.sandbox.egress import Egress
@@ -38,44 +38,44 @@ if TYPE_CHECKING:
 OPERATION_S = 60.0
 """A file operation that takes longer means that the sandbox is lost; the server itself ends it after 20 s."""
 _LASTING = frozenset({"command", "tests", "probes", "wait"})
-"""Operations that are answered when what they are about has ended."""
+"""Operations that are answered only when the command or test run has ended."""
 
 
 class Outputs:
-    """Who hears what the commands of one sandbox print, as it comes: listeners by the request that started a
-    command; of one in the background until it has ended."""
+    """The output listeners of one sandbox, by the request that started the command; that of a background
+    command stays until the command has ended."""
 
     def __init__(self) -> None:
         self._by_request: dict[int, OnOutput] = {}
         self._in_background: dict[int, int] = {}
         """Process id -> the request that started it."""
 
-    def expect(self, request_id: int, on_output: OnOutput) -> None:
-        """From now on `on_output` gets the output of what a request starts."""
+    def add_listener(self, request_id: int, on_output: OnOutput) -> None:
+        """Registers the listener for the command that a request starts."""
         self._by_request[request_id] = on_output
 
-    def started(self, pid: int, request_id: int) -> None:
-        """A request has started a command in the background."""
+    def on_started(self, pid: int, request_id: int) -> None:
+        """Records that a request has started a command in the background."""
         self._in_background[pid] = request_id
 
-    def answered(self, request_id: int) -> None:
-        """What still comes for the request goes to nobody, unless it started a command in the background."""
+    def on_answered(self, request_id: int) -> None:
+        """Removes the request's listener, unless it started a command in the background."""
         if request_id not in self._in_background.values():
             self._by_request.pop(request_id, None)
 
-    def ended(self, pid: int) -> None:
-        """A background command has ended."""
+    def on_ended(self, pid: int) -> None:
+        """Removes the listener of a background command that has ended."""
         self._by_request.pop(self._in_background.pop(pid, 0), None)
 
     def on_event(self, header: Header, payload: bytes) -> None:
-        """An `output` event, whose fields `answers.frame_problem` has looked at."""
+        """Passes an `output` event, which `answers.frame_problem` has validated, to its listener."""
         listener = self._by_request.get(header["id"])
         if listener is not None:
             listener(header["fd"], payload)
 
 
 class _Stopwatch:
-    """Measures for how long anything at all was going on."""
+    """Measures the total time during which at least one block of `running` was active."""
 
     def __init__(self) -> None:
         self.num_running = 0
@@ -83,7 +83,7 @@ class _Stopwatch:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Something goes on in the block."""
+        """Counts the time of the block."""
         if not self.num_running:
             self._since_s = time.monotonic()
         self.num_running += 1
@@ -95,34 +95,34 @@ class _Stopwatch:
                 self._before_s += time.monotonic() - self._since_s
 
     def total_s(self) -> float:
-        """The seconds so far."""
+        """The measured seconds so far."""
         return self._before_s + (time.monotonic() - self._since_s if self.num_running else 0.0)
 
 
 class _Gate:
-    """Lets nothing new through while a sandbox is copied, and tells for how long that was.
+    """Delays new calls while a sandbox is copied, and measures for how long.
 
-    Shut at first, until `open`; and for as long as anybody keeps it closed.
+    Closed at first, until `open`; then closed while any block of `closed` is active.
     """
 
     def __init__(self) -> None:
         self._is_open = asyncio.Event()
         self._closings = _Stopwatch()
         self.closed_s = self._closings.total_s
-        """For how many seconds it has been kept closed, all in all."""
+        """The total seconds for which blocks of `closed` have kept it closed."""
 
     async def wait(self) -> None:
         """Waits until it is open."""
         await self._is_open.wait()
 
     def open(self) -> None:
-        """Opens it, unless it is kept closed: then it opens afterwards."""
+        """Opens it, or lets it open at the end of the blocks that keep it closed."""
         if not self._closings.num_running:
             self._is_open.set()
 
     @contextmanager
     def closed(self) -> Iterator[None]:
-        """Keeps it closed in the block."""
+        """Keeps it closed for the block."""
         self._is_open.clear()
         try:
             with self._closings.running():
@@ -141,9 +141,9 @@ class MachineSandbox(Sandbox):
         self.created_s = time.time()
         self.expires_s: float | None = None
         self.has_expired = False
-        """Whether its time to live ended it, and that was the agent's doing."""
+        """Whether its time to live ended while it was in use, which counts as the agent's doing."""
         self.environment: dict[str, str] = {}
-        """Of every command, beside the server's own."""
+        """Environment variables of every command, besides the server's own."""
         self.lifecycle = asyncio.Lock()
         """Held while the sandbox is paused, resumed, copied or moved."""
         self._owner = owner
@@ -156,7 +156,7 @@ class MachineSandbox(Sandbox):
 
     @property
     def is_in_use(self) -> bool:
-        """Whether something is asked of it now, or was for most of its life."""
+        """Whether a call is in progress, or calls were for most of its life."""
         most_s = (time.monotonic() - self._began_s) / 2
         return self._use.num_running > 0 or self._use.total_s() > most_s
 
@@ -165,10 +165,10 @@ class MachineSandbox(Sandbox):
         """Absolute path of the workspace inside."""
         return self.spec.template.workspace
 
-    # Its line
+    # The channel
 
     def attach(self, channel: Channel) -> None:
-        """The machine runs and answers on this channel. Raises SandboxError if it has died already."""
+        """Uses the channel of a machine that now runs. Raises SandboxError if it has died already."""
         if channel.closed:
             raise SandboxError("the sandbox died as it started", field="sandbox", received=self.id)
         self._channel = channel
@@ -178,7 +178,7 @@ class MachineSandbox(Sandbox):
         self._gate.open()
 
     def _on_close(self, reason: str) -> None:
-        """The line has ended. If nobody here ended it, the machine is lost."""
+        """Marks the machine as lost, unless we closed the channel ourselves."""
         if self._channel is not None and self.state == "running":
             self.state = "lost"
             self._drop_network()
@@ -189,13 +189,13 @@ class MachineSandbox(Sandbox):
             egress.close()
 
     async def connect_network(self, proxy: EgressProxy) -> None:
-        """Gives the programs inside a way out. Raises SandboxError."""
+        """Connects the programs inside to the network through a proxy. Raises SandboxError."""
         self._egress = Egress(self.channel, proxy)
         self.environment |= proxy_environment()
         await self._egress.open()
 
     def detach(self, state: SandboxState) -> None:
-        """The machine no longer runs."""
+        """Closes the channel of a machine that no longer runs, and sets the sandbox's state."""
         self.state = state
         self._drop_network()
         if self._channel is not None:
@@ -203,14 +203,14 @@ class MachineSandbox(Sandbox):
         self._channel = None
         self._gate.open()
 
-    def closed(self) -> AbstractContextManager[None]:
-        """In the block nothing new is asked of the sandbox: callers wait."""
+    def calls_blocked(self) -> AbstractContextManager[None]:
+        """Delays new calls until the end of the block."""
         return self._gate.closed()
 
     @property
     def channel(self) -> Channel:
-        """The line to the program inside. Raises SandboxStateError if the sandbox sleeps, SandboxError if
-        it is gone."""
+        """The channel to the program inside. Raises SandboxStateError if the sandbox is paused, SandboxError
+        if it has ended."""
         if self._channel is None:
             paused = self.state == "paused"
             kind = SandboxStateError if paused else SandboxLostError if self.state == "lost" else SandboxError
@@ -223,12 +223,12 @@ class MachineSandbox(Sandbox):
         return self._channel
 
     @asynccontextmanager
-    async def standing_still(self) -> AsyncIterator[Channel]:
-        """In the block nothing new is asked of the sandbox, and its processes are stopped."""
+    async def frozen(self) -> AsyncIterator[Channel]:
+        """Delays new calls and stops the sandbox's processes for the block."""
         channel = self.channel
-        with self.closed():
+        with self.calls_blocked():
             try:
-                async with self._asking():
+                async with self._errors_judged():
                     await channel.request({"op": "freeze"}, b"", OPERATION_S)
                 yield channel
             finally:
@@ -237,29 +237,29 @@ class MachineSandbox(Sandbox):
                     channel.send({"op": "thaw", "id": channel.next_id()})
 
     @asynccontextmanager
-    async def held(self) -> AsyncIterator[Channel]:
-        """In the block nothing new is asked of the sandbox, and it says nothing: it may be copied whole.
-        The former holder greets it afterwards."""
+    async def held_for_copy(self) -> AsyncIterator[Channel]:
+        """Delays new calls for the block. The sandbox holds back its answers until the caller sends a
+        `greeting`: meanwhile the machine can be copied whole."""
         channel = self.channel
-        with self.closed():
+        with self.calls_blocked():
             try:
-                async with self._asking():
+                async with self._errors_judged():
                     await channel.request({"op": "hold"}, b"", OPERATION_S)
             except BaseException:
-                # It may hold its answers back by now: a caller that was cancelled must not leave it so.
+                # It may already hold back its answers: a cancelled caller must not leave it so.
                 if not channel.closed:
                     channel.send({**greeting(self.id), "id": channel.next_id()})
                 raise
             yield channel
 
     @asynccontextmanager
-    async def _asking(self) -> AsyncIterator[None]:
-        """Around everything that is asked of the program inside: failures in the block are judged."""
+    async def _errors_judged(self) -> AsyncIterator[None]:
+        """Wraps every call of the program inside: counts as use, and attributes failures (see `blame`)."""
         try:
             with self._use.running():
                 yield
         except FrameError as error:
-            raise too_large(error) from error
+            raise too_large_error(error) from error
         except SandboxError as error:
             raise await self._owner.blame(self, error) from error
 
@@ -267,7 +267,7 @@ class MachineSandbox(Sandbox):
         ready = prepared(header, self.workspace, self.environment)
         answer, data = await self.job(ready, payload, on_output, header)
         if header["op"] == "wait":
-            self._outputs.ended(header["pid"])
+            self._outputs.on_ended(header["pid"])
         return answer, data
 
     async def job(
@@ -277,9 +277,9 @@ class MachineSandbox(Sandbox):
         on_output: OnOutput | None = None,
         asked: Header | None = None,
     ) -> Answer:
-        """As `call`, of a header as the program inside takes it. `asked`: the caller's, which errors name."""
+        """As `call`, with a header that is `prepared` already. `asked`: the caller's header, for errors."""
         await self._gate.wait()
-        async with self._asking():
+        async with self._errors_judged():
             answer, data = await self._exchange(self.channel, header, payload, on_output)
         if "fault" in answer:
             raise agents_fault(answer["fault"], asked or header)
@@ -288,11 +288,12 @@ class MachineSandbox(Sandbox):
     async def _exchange(
         self, channel: Channel, header: Header, payload: bytes, on_output: OnOutput | None
     ) -> Answer:
-        """A quick operation has a deadline of its own, a job that of its time, the wait for one none."""
+        """Sends a call and awaits its answer. A quick operation has a deadline of `OPERATION_S`, a command or
+        test run one by its timeout, `wait` none."""
         is_lasting = header["op"] in _LASTING and not header.get("background")
         header["id"] = request_id = channel.next_id()
         if on_output is not None:
-            self._outputs.expect(request_id, on_output)
+            self._outputs.add_listener(request_id, on_output)
         try:
             if is_lasting:
                 most_s = (
@@ -302,14 +303,14 @@ class MachineSandbox(Sandbox):
                 return await channel.answer(request_id, most_s, self._gate.closed_s)
             answer, data = await channel.request(header, payload, OPERATION_S)
             if on_output is not None and "fault" not in answer:
-                self._outputs.started(process_id(answer, self.id), request_id)
+                self._outputs.on_started(process_id(answer, self.id), request_id)
             return answer, data
         except asyncio.CancelledError:
             if is_lasting and not channel.closed:
                 channel.send({"op": "cancel", "target": request_id})
             raise
         finally:
-            self._outputs.answered(request_id)
+            self._outputs.on_answered(request_id)
 
     def _on_event(self, header: Header, payload: bytes) -> None:
         if header["event"] == "output":
@@ -361,7 +362,7 @@ class MachineSandbox(Sandbox):
 
 
 def greeting(name: str) -> Header:
-    """What tells a machine that it is not the one from which it was copied: who it is now, and when."""
+    """The call that gives a copied machine its new identity, time and entropy."""
     return {
         "op": "hello",
         "time_s": time.time(),

@@ -1,14 +1,14 @@
-"""What all backends with machines share: the table of the living, their time to live, sleep and copies.
+"""Base class of backends with machines: the table of live sandboxes, time to live, pause and copies.
 
-A kind of machine fills in `boot`, `stop` and, as far as it can, `save` and `restore`:
+Each kind of machine implements `boot`, `stop` and, if it supports them, `save` and `restore`:
 
     create            boot                  or, of a snapshot, restore
     pause / resume    save + stop / restore
     create_snapshot   save
-    fork              save once, restore `count` times      (kinds that know better override it)
-    migrate           save, export, import over there, restore there, stop here
+    fork              save once, restore `count` times      (overridden by kinds that can do better)
+    migrate           save, export, import and restore on the target, stop here
 
-A start that fails, times out or is cancelled is stopped; a pause that fails leaves the sandbox running.
+A machine whose start fails, times out or is cancelled is stopped; a failed pause leaves the sandbox running.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from etude.errors import ConfigError, EtudeError, SandboxError
-from etude.kit.tasks import to_the_end
+from etude.kit.tasks import finish_despite_cancel
 from etude.sandbox.blame import Blame, Evidence
 from etude.sandbox.channel import Channel
 from etude.sandbox.errors import SandboxKilledByAgentError
@@ -31,7 +31,7 @@ from etude.sandbox.machine import MachineSandbox
 from etude.sandbox.migration import (
     default_state_directory,
     gather_copies,
-    in_place_of,
+    replace_source,
     transfer,
 )
 from etude.sandbox.network.log import RequestLog
@@ -63,14 +63,14 @@ class MachineBackend(SnapshotKeeper, SandboxBackend):
     """Base of the backends whose sandboxes are `MachineSandbox`es. For one event loop."""
 
     allow_private: tuple[str, ...] = ()
-    """`IP:port`s of private addresses that sandboxes may reach if their rules do: an operator's choice."""
+    """`IP:port`s of private addresses that the operator lets sandboxes reach if their rules allow it."""
     own_server: str = ""
-    """`IP:port` of a server of this process. Sandboxes whose rules allow it reach it at `OWN_URL`."""
+    """`IP:port` of a server in this process, which sandboxes reach at `OWN_URL` if their rules allow it."""
     works_in_directories = False
     """Whether the workspace of a sandbox can be a directory of the host."""
 
     def __init__(self, state: Path | None = None) -> None:
-        """`state`: directory of snapshots, logs and working files, made when first needed."""
+        """`state`: directory of snapshots, logs and working files, created when first needed."""
         super().__init__(state)
         self._request_log: RequestLog | None = None
         self._live: dict[str, MachineSandbox] = {}
@@ -84,23 +84,23 @@ class MachineBackend(SnapshotKeeper, SandboxBackend):
         raise NotImplementedError
 
     async def boot(self, sandbox: MachineSandbox) -> Channel:
-        """Starts a machine for `sandbox.spec`; the channel answers. Raises SandboxError, ResourceError."""
+        """Starts a machine for `sandbox.spec`; its ready channel. Raises SandboxError, ResourceError."""
         raise NotImplementedError
 
     async def stop(self, sandbox: MachineSandbox) -> None:
-        """Ends the sandbox's machine, whatever state it is in, and frees all it had. Idempotent."""
+        """Ends the sandbox's machine, in whatever state it is, and frees its resources. Idempotent."""
         raise NotImplementedError
 
     async def restore(self, sandbox: MachineSandbox, snapshot: Snapshot) -> Channel:
-        """Starts a machine that goes on where the snapshot was taken."""
+        """Starts a machine that continues from the snapshot."""
         raise self.unsupported(snapshot.info.kind)
 
     def agents_doing(self, sandbox: MachineSandbox) -> str | None:
-        """How the agent ended its sandbox's server, as far as that shows; see `blame`."""
+        """How the agent ended its sandbox's server, as far as that can be observed; see `blame`."""
         return None
 
     def host_failure(self, sandbox: MachineSandbox) -> str | None:
-        """How this host failed the sandbox, as far as that shows; see `blame`."""
+        """How this host failed, as far as that can be observed; see `blame`."""
         return None
 
     def doctor(self) -> list[str]:
@@ -157,11 +157,10 @@ class MachineBackend(SnapshotKeeper, SandboxBackend):
         *arguments: Any,
         timeout_s: float | None = None,
     ) -> MachineSandbox:
-        """Starts a machine by `start(sandbox, *arguments)`; a start that fails or is cancelled leaves nothing
-        behind."""
+        """Starts a machine by `start(sandbox, *arguments)`; kills the sandbox if it fails or is cancelled."""
         self._live[sandbox.id] = sandbox
         try:
-            # Once more: it may have been closed since the start was asked for.
+            # Checked again, as the backend may have been closed since the start was requested.
             self.check_accepting()
             await self._attach(sandbox, start(sandbox, *arguments))
         except BaseException:
@@ -171,7 +170,7 @@ class MachineBackend(SnapshotKeeper, SandboxBackend):
         return sandbox
 
     async def _attach(self, sandbox: MachineSandbox, starting: Awaitable[Channel]) -> None:
-        """Waits for a machine that starts or wakes. One that was killed meanwhile is stopped once more."""
+        """Waits for a machine that starts or resumes; stops it if its sandbox was killed meanwhile."""
         channel = await starting
         if sandbox.id not in self._live:
             channel.close("the sandbox was killed while it started")
@@ -181,7 +180,7 @@ class MachineBackend(SnapshotKeeper, SandboxBackend):
         await self.connect_network(sandbox)
 
     async def connect_network(self, sandbox: MachineSandbox) -> None:
-        """Gives a sandbox whose spec names a network its way out, through a proxy of its own."""
+        """Connects a sandbox to the network that its spec names, through a proxy of its own."""
         rules = sandbox.spec.network.allow
         if rules:
             await sandbox.connect_network(
@@ -195,7 +194,7 @@ class MachineBackend(SnapshotKeeper, SandboxBackend):
             )
 
     def request_log(self) -> RequestLog:
-        """Where the egress proxy logs what sandboxes ask of the network."""
+        """The log of the sandboxes' network requests, which the egress proxies write."""
         if self._request_log is None:
             self.state.mkdir(parents=True, exist_ok=True)
             self._request_log = RequestLog.to_file(self.state / "network.jsonl")
@@ -215,11 +214,11 @@ class MachineBackend(SnapshotKeeper, SandboxBackend):
     async def close(self) -> None:
         self._closed = True
         ends = [self.kill(sandbox) for sandbox in self._live.values()]
-        ends += [self._give_up(snapshot) for snapshot in self._in_transit]
+        ends += [self._delete_unclaimed(snapshot) for snapshot in self._in_transit]
         results = await asyncio.gather(*ends, return_exceptions=True)
         await self._background.wait()
-        results += self._mishaps
-        self._mishaps.clear()
+        results += self._background_errors
+        self._background_errors.clear()
         log, self._request_log = self._request_log, None
         if log is not None:
             log.close()
@@ -227,10 +226,10 @@ class MachineBackend(SnapshotKeeper, SandboxBackend):
             if isinstance(result, BaseException):
                 raise result
 
-    # What sandboxes ask of their backend
+    # Called by sandboxes
 
     async def blame(self, sandbox: MachineSandbox, error: SandboxError) -> EtudeError:
-        """What a failed call raises: `error` where the failure is ours, else the agent's doing."""
+        """The exception for a failed call: `error` if the failure is ours, else SandboxKilledByAgentError."""
         if sandbox.has_expired:
             return SandboxKilledByAgentError(
                 "its time to live is over", field="sandbox", received=sandbox.id, fix="give it more time"
@@ -239,7 +238,7 @@ class MachineBackend(SnapshotKeeper, SandboxBackend):
             lambda: sandbox.state in ("paused", "killed"),
             lambda: self.host_failure(sandbox),
             lambda: self.agents_doing(sandbox),
-            lambda: sum(one.state in ("running", "lost") for one in self._live.values()),
+            lambda: sum(other.state in ("running", "lost") for other in self._live.values()),
         )
         return await self._blame.judge(sandbox.id, error, evidence)
 
@@ -250,7 +249,7 @@ class MachineBackend(SnapshotKeeper, SandboxBackend):
         if timer is not None:
             timer.cancel()
         sandbox.detach("killed")
-        await to_the_end(self._free(sandbox))
+        await finish_despite_cancel(self._free(sandbox))
 
     async def _free(self, sandbox: MachineSandbox) -> None:
         await self.stop(sandbox)
@@ -264,19 +263,19 @@ class MachineBackend(SnapshotKeeper, SandboxBackend):
         await self.fall_asleep(sandbox, mode)
 
     async def fall_asleep(self, sandbox: MachineSandbox, mode: SnapshotKind, temporary: bool = False) -> None:
-        """As `pause`; a `temporary` sleep goes with this process."""
+        """As `pause`; a `temporary` snapshot is removed with this process."""
         async with sandbox.lifecycle:
             if sandbox.state == "paused":
                 return
-            # Closed until it sleeps: what is answered after the copy was made would be lost.
-            with sandbox.closed():
+            # Calls are blocked until it sleeps: effects of a call after the copy would be lost.
+            with sandbox.calls_blocked():
                 info = await self._save(sandbox, mode, f"asleep-{sandbox.id}", temporary)
                 if sandbox.id not in self._live:
                     await self.delete_snapshot(info.id)
                     raise _killed(sandbox, "went to sleep")
                 self._asleep[sandbox.id] = info.id
                 sandbox.detach("paused")
-                await to_the_end(self.stop(sandbox))
+                await finish_despite_cancel(self.stop(sandbox))
 
     async def resume(self, sandbox: MachineSandbox) -> None:
         async with sandbox.lifecycle:
@@ -317,8 +316,8 @@ class MachineBackend(SnapshotKeeper, SandboxBackend):
             await self.delete_snapshot(info.id)
 
     async def migrate(self, sandbox: MachineSandbox, target: SandboxBackend) -> Sandbox:
-        """See Sandbox.migrate. It sleeps while its state travels, so that nothing is written that would be
-        lost. Raises Unsupported before it sleeps."""
+        """See Sandbox.migrate. The sandbox is paused while its state is transferred, so that no writes are
+        lost. Raises Unsupported before it is paused."""
         if sandbox.channel.closed:
             raise SandboxError("the sandbox is lost", field="sandbox", received=sandbox.id)
         remaining_s = None if sandbox.expires_s is None else max(0.1, sandbox.expires_s - time.time())
@@ -339,7 +338,7 @@ class MachineBackend(SnapshotKeeper, SandboxBackend):
         except BaseException:
             await asyncio.shield(self.resume(sandbox))
             raise
-        return await in_place_of(moved, self.kill(sandbox))
+        return await replace_source(moved, self.kill(sandbox))
 
     def expire_at(self, sandbox: MachineSandbox, timeout_s: float | None) -> None:
         check_life(timeout_s)
@@ -354,32 +353,32 @@ class MachineBackend(SnapshotKeeper, SandboxBackend):
         self._timers[sandbox.id] = loop.call_later(timeout_s, self._expire, sandbox)
 
     def new_id(self) -> str:
-        """A name for a sandbox that no other has, on any host."""
+        """A new sandbox id, unique across hosts."""
         return f"{self.name}-{secrets.token_hex(6)}"
 
     def copied_spec(self, sandbox: MachineSandbox) -> Spec:
-        """The spec of a copy of a sandbox."""
+        """The spec for a copy of a sandbox."""
         return dataclasses.replace(sandbox.spec, parent=sandbox.id)
 
-    def lost(self, sandbox: MachineSandbox) -> None:
-        """The sandbox's machine died by itself: it is marked, and kept until it is killed."""
+    def mark_lost(self, sandbox: MachineSandbox) -> None:
+        """Marks a sandbox whose machine died by itself; it stays listed until it is killed."""
         if sandbox.state == "running":
             sandbox.detach("lost")
 
     # Inner workings
 
     def _expire(self, sandbox: MachineSandbox) -> None:
-        # An agent that lets its time pass must not void its session, nor may its owner's time fail it.
+        # An agent must not void its session by letting the time run out, nor fail for an idle owner's time.
         sandbox.has_expired = sandbox.is_in_use and sandbox.state == "running"
         self.spawn(self.kill(sandbox))
 
     def check_accepting(self) -> None:
-        """Raises SandboxError once it is closed."""
+        """Raises SandboxError if the backend is closed."""
         if self._closed:
             raise SandboxError("the backend is closed", field="sandbox.backend", received=self.name)
 
     def _check(self, spec: Spec) -> None:
-        """Refuses what this backend or this host cannot give."""
+        """Raises for a spec that this backend or this host does not support."""
         self.check_accepting()
         able = self.capabilities()
         if spec.network.allow and not able.network:

@@ -1,7 +1,7 @@
-"""A sandbox on its way as a snapshot: exported here, taken in there, made a sandbox again.
+"""Migration of a sandbox as a snapshot: exported here, imported and restored on the target.
 
-What lies between the steps belongs to the process that made it (`kit.leftovers`): one that is killed
-leaves it to the next start of its state directory.
+Intermediate files belong to the process that made them (`kit.leftovers`): those of a killed process are
+removed at the next start with its state directory.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SNAPSHOTS, MOVING = "snapshots", "moving"
 
 
 def default_state_directory() -> Path:
-    """Where snapshots, images and layers live: `$XDG_STATE_HOME/etude` or `~/.local/state/etude`."""
+    """Directory of snapshots, images and layers: `$XDG_STATE_HOME/etude` or `~/.local/state/etude`."""
     base = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
     return Path(base) / "etude"
 
@@ -36,9 +36,9 @@ async def transfer(
     timeout_s: float | None,
     shares_store: bool = False,
 ) -> Sandbox:
-    """A sandbox over there that continues what `export` writes to a file; the copy over there goes again.
+    """Restores on the target the snapshot that `export` writes, then deletes the target's copy of it.
 
-    `shares_store`: the target is the source, and has the very snapshot that is exported: it stays.
+    `shares_store`: the target is the source and imports the same snapshot, which is therefore kept.
     """
     work = await asyncio.to_thread(work_directory, state / MOVING)
     try:
@@ -51,7 +51,7 @@ async def transfer(
     async def clear() -> None:
         if not shares_store:
             with contextlib.suppress(SnapshotError):
-                # Its time in transit was over before the sandbox began: it has gone by itself.
+                # It may have expired in transit already, if the sandbox started slowly.
                 await target.delete_snapshot(imported.id)
 
     try:
@@ -59,12 +59,12 @@ async def transfer(
     except BaseException:
         await clear()
         raise
-    return await or_killed(moved, clear())
+    return await kill_on_failure(moved, clear())
 
 
-async def or_killed(moved: Sandbox, last: Awaitable[None]) -> Sandbox:
-    """A sandbox that has moved, after a last step of its move. If that fails or is cancelled the sandbox is
-    killed: nobody would ever know of it."""
+async def kill_on_failure(moved: Sandbox, last: Awaitable[None]) -> Sandbox:
+    """Runs the last step of a move and returns the moved sandbox; kills it if the step fails or is cancelled,
+    as the caller would not get a handle to it."""
     try:
         await last
     except BaseException:
@@ -73,17 +73,17 @@ async def or_killed(moved: Sandbox, last: Awaitable[None]) -> Sandbox:
     return moved
 
 
-async def in_place_of(moved: Sandbox, ending: Coroutine[Any, Any, None]) -> Sandbox:
-    """A sandbox that has moved, once its source, which `ending` ends, has gone. If that fails it is killed.
+async def replace_source(moved: Sandbox, ending: Coroutine[Any, Any, None]) -> Sandbox:
+    """Ends the source of a move by `ending` and returns the moved sandbox; kills that if `ending` fails.
 
-    A caller that is cancelled meanwhile gets it all the same: there is no way back any more, and a move that
-    has happened is not to end both sides.
+    A cancellation of the caller is ignored meanwhile: the move cannot be undone any more, and must not end
+    both sides.
     """
-    return await or_killed(moved, past_cancelling(ending))
+    return await kill_on_failure(moved, _ignore_cancellation(ending))
 
 
-async def past_cancelling(work: Coroutine[Any, Any, None]) -> None:
-    """Awaits `work` to its end, also in a task that is cancelled, which hears nothing of it."""
+async def _ignore_cancellation(work: Coroutine[Any, Any, None]) -> None:
+    """Awaits `work` to its end, and drops a cancellation of the caller meanwhile."""
     task = asyncio.ensure_future(work)
     while not task.done():
         with contextlib.suppress(asyncio.CancelledError):
@@ -92,15 +92,15 @@ async def past_cancelling(work: Coroutine[Any, Any, None]) -> None:
 
 
 def clear_litter(state: Path) -> None:
-    """Removes what killed processes left of moves and forks below a state directory. Blocks."""
+    """Removes files of moves and forks that killed processes left below a state directory. Blocks."""
     SnapshotStore(state / SNAPSHOTS).sweep()
     sweep_work(state / MOVING)
 
 
 async def gather_copies(starting: Sequence[Awaitable[Sandbox]]) -> list[Sandbox | SandboxError]:
-    """Each copy, or the error that prevented it; anything but a SandboxError is raised.
+    """Each copy, or the SandboxError that prevented it; other errors are raised.
 
-    Then, and when the caller is cancelled, the copies that did start are killed: nobody would ever know.
+    Then, and if the caller is cancelled, the started copies are killed, as nobody gets handles to them.
     """
     tasks = [asyncio.ensure_future(copy) for copy in starting]
     try:

@@ -1,4 +1,4 @@
-"""Paths of a workspace: relative to it, normalised, never above it."""
+"""Normalises paths relative to a workspace, and refuses those outside of it."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from etude.sandbox.errors import PathOutsideError, fault_error
 from etude.sandbox.inside import faults
 
 WORKSPACE = "/workspace"
-"""Where the workspace lies inside a sandbox, unless its template's image says otherwise."""
+"""The path of the workspace inside a sandbox, unless its template's image sets another."""
 
 
 def normal_path(path: str, workspace: str = WORKSPACE) -> str:
     """The normalised workspace-relative form of `path`; `.` is the workspace itself.
 
-    Raises PathOutsideError for what leaves the workspace or cannot be a path.
+    Raises PathOutsideError for a path outside the workspace or an invalid one.
     """
     if "\0" in path:
         raise PathOutsideError("a path has no NUL characters", field="path", received=path)

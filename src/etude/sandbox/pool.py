@@ -1,9 +1,9 @@
-"""A backend in front of another one: a bounded number of live sandboxes, and fair turns.
+"""A backend that wraps another one and limits its live sandboxes, with a queue that is fair to tenants.
 
     create ──> queue of tenants (waiting.py) ──> a place ──> the inner backend
 
-A place is held by every sandbox that lives: created, forked, resumed. A paused one gives its place back, and
-takes another when it wakes. The pool is the inner backend's only user.
+Every running sandbox (created, forked, resumed) holds a place. Pausing releases the place, resuming waits for
+one. The pool is the inner backend's only user.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from etude.errors import SandboxError
-from etude.kit.tasks import Tasks, to_the_end
+from etude.kit.tasks import Tasks, finish_despite_cancel
 from etude.sandbox.errors import CapacityError
 from etude.sandbox.interface import Sandbox, SandboxBackend
 from etude.sandbox.refusals import check_count, missing_sandbox
@@ -24,40 +24,40 @@ from etude.sandbox.types import Capabilities, Network, Resources, SandboxInfo, S
 from etude.sandbox.waiting import WaitingLine
 from etude.sandbox.wrapping import WrappedSandbox
 
-LOOK_S = 0.25
-"""How often, while somebody waits, the pool looks for sandboxes that ended by themselves."""
+POLL_S = 0.25
+"""How often, while calls wait, the pool checks for sandboxes that ended by themselves."""
 TENANT = "tenant"
-"""The key of a sandbox's metadata that says whose turn it takes."""
+"""The key of a sandbox's metadata with the tenant that it counts for in the queue."""
 
 
 class PooledBackend(SandboxBackend):
     """`SandboxBackend` over another one, which it owns and closes. For one event loop."""
 
     def __init__(self, inner: SandboxBackend, max_live: int, queue_timeout_s: float = 60.0) -> None:
-        """`max_live`: places; `queue_timeout_s`: the longest that a call waits for one."""
+        """`max_live`: number of places; `queue_timeout_s`: longest wait for one."""
         self.inner = inner
         self.max_live = max_live
         self.queue_timeout_s = queue_timeout_s
         self.problems: deque[str] = deque(maxlen=8)
-        """What went wrong lately behind the scenes."""
+        """Recent errors of background tasks."""
         self._live: dict[str, PooledSandbox] = {}
         self._holders: set[str] = set()
-        """Ids of those that hold a place."""
-        self._num_beginning = 0
-        """Places of sandboxes that are being made or woken."""
-        self._line = WaitingLine(self._take, self._give_back)
-        self._looker: asyncio.Task[None] | None = None
+        """Ids of the sandboxes that hold a place."""
+        self._num_starting = 0
+        """Places reserved for sandboxes that are being created or resumed."""
+        self._line = WaitingLine(self._reserve, self._release)
+        self._poller: asyncio.Task[None] | None = None
         self._background = Tasks(on_error=lambda error: self.problems.append(str(error)))
         self._closed = False
 
     @property
-    def held(self) -> int:
-        """Places that are held."""
-        return len(self._holders) + self._num_beginning
+    def num_held(self) -> int:
+        """Number of occupied and reserved places."""
+        return len(self._holders) + self._num_starting
 
     @property
     def waiting(self) -> Mapping[str, int]:
-        """Tenant -> calls in the queue."""
+        """Tenant -> number of queued calls."""
         return self._line.by_tenant()
 
     def capabilities(self) -> Capabilities:
@@ -81,8 +81,8 @@ class PooledBackend(SandboxBackend):
             return self.adopt(inner)
 
     async def connect(self, sandbox_id: str) -> PooledSandbox:
-        """See SandboxBackend.connect. Resuming a paused one takes a place."""
-        await self._look()
+        """See SandboxBackend.connect. Resuming a paused one waits for a place."""
+        await self._refresh()
         if sandbox_id not in self._live:
             raise missing_sandbox(sandbox_id)
         sandbox = self._live[sandbox_id]
@@ -90,7 +90,7 @@ class PooledBackend(SandboxBackend):
         return sandbox
 
     async def list(self) -> list[SandboxInfo]:
-        infos = await self._look()
+        infos = await self._refresh()
         return [info for info in infos if info.id in self._live]
 
     async def list_snapshots(self) -> list[SnapshotInfo]:
@@ -106,17 +106,17 @@ class PooledBackend(SandboxBackend):
         return await self.inner.import_snapshot(source)
 
     async def close(self) -> None:
-        """See SandboxBackend.close. Callers that wait in the queue get a SandboxError."""
+        """See SandboxBackend.close. Queued callers get a SandboxError."""
         self._closed = True
         self._line.refuse_all(_closed_error())
         await self._background.close()
         await self.inner.close()
 
-    # What its sandboxes ask of it
+    # Called by its sandboxes
 
     @asynccontextmanager
     async def places(self, tenant: str, num: int = 1) -> AsyncIterator[None]:
-        """Waits for places, which are held during the block: for what begins there. Raises CapacityError."""
+        """Waits for places and reserves them for the block, which starts sandboxes. Raises CapacityError."""
         if self._closed:
             raise _closed_error()
         if num > self.max_live:
@@ -126,14 +126,14 @@ class PooledBackend(SandboxBackend):
                 received=num,
                 fix=f"ask for {self.max_live} at most, or raise max_live",
             )
-        if self.held + num > self.max_live and (self._looker is None or self._looker.done()):
-            self._looker = self._background.start(self._look_while_waiting())
+        if self.num_held + num > self.max_live and (self._poller is None or self._poller.done()):
+            self._poller = self._background.start(self._refresh_while_waiting())
         try:
             await self._line.wait(num, self.queue_timeout_s, tenant)
         except TimeoutError as error:
             waiting = ", ".join(f"{name}: {count}" for name, count in self.waiting.items()) or "none"
             raise CapacityError(
-                f"no place became free in {self.queue_timeout_s:g} s: {self.held} of {self.max_live} are "
+                f"no place became free in {self.queue_timeout_s:g} s: {self.num_held} of {self.max_live} are "
                 f"held, others that wait: {waiting}",
                 field="pool.max_live",
                 received=num,
@@ -142,45 +142,45 @@ class PooledBackend(SandboxBackend):
         try:
             yield
         finally:
-            self._give_back(num)
+            self._release(num)
             self._line.serve()
 
     def adopt(self, inner: Sandbox) -> PooledSandbox:
-        """A sandbox of the inner backend that lives from now on."""
+        """Registers a new running sandbox of the inner backend."""
         sandbox = self._live[inner.id] = PooledSandbox(self, inner)
         self._holders.add(inner.id)
         return sandbox
 
-    def awake(self, sandbox: PooledSandbox) -> None:
-        """A sandbox runs again."""
+    def on_resumed(self, sandbox: PooledSandbox) -> None:
+        """Records that a sandbox runs again and holds a place."""
         self._holders.add(sandbox.id)
 
-    def asleep(self, sandbox: PooledSandbox) -> None:
-        """A sandbox does not run any more: its place is free."""
+    def on_paused(self, sandbox: PooledSandbox) -> None:
+        """Frees the place of a sandbox that does not run any more."""
         self._holders.discard(sandbox.id)
         self._line.serve()
 
-    def ended(self, sandbox: PooledSandbox) -> None:
-        """A sandbox is gone."""
+    def on_ended(self, sandbox: PooledSandbox) -> None:
+        """Removes a sandbox that has ended, and frees its place."""
         self._live.pop(sandbox.id, None)
-        self.asleep(sandbox)
+        self.on_paused(sandbox)
 
-    def _take(self, num: int) -> int | None:
-        if self.held + num > self.max_live:
+    def _reserve(self, num: int) -> int | None:
+        if self.num_held + num > self.max_live:
             return None
-        self._num_beginning += num
+        self._num_starting += num
         return num
 
-    def _give_back(self, num: int) -> None:
-        self._num_beginning -= num
+    def _release(self, num: int) -> None:
+        self._num_starting -= num
 
-    async def _look_while_waiting(self) -> None:
+    async def _refresh_while_waiting(self) -> None:
         while len(self._line) and not self._closed:
-            await asyncio.sleep(LOOK_S)
-            await self._look()
+            await asyncio.sleep(POLL_S)
+            await self._refresh()
 
-    async def _look(self) -> list[SandboxInfo]:
-        """Takes back the places of sandboxes that ended or died by themselves. What the inner backend has."""
+    async def _refresh(self) -> list[SandboxInfo]:
+        """Lists the inner backend's sandboxes, and frees the places of those that ended by themselves."""
         before = set(self._live)
         infos = await self.inner.list()
         running = {info.id for info in infos if info.state == "running"}
@@ -192,7 +192,7 @@ class PooledBackend(SandboxBackend):
 
 
 class PooledSandbox(WrappedSandbox):
-    """`Sandbox` that holds a place while it runs."""
+    """A sandbox that holds a place of the pool while it runs."""
 
     def __init__(self, pool: PooledBackend, inner: Sandbox) -> None:
         super().__init__(inner.id)
@@ -204,9 +204,9 @@ class PooledSandbox(WrappedSandbox):
         return self._inner
 
     async def pause(self, mode: SnapshotKind = "full") -> None:
-        """See Sandbox.pause. The place is given back."""
+        """See Sandbox.pause. Releases the place."""
         await self._inner.pause(mode)
-        self._pool.asleep(self)
+        self._pool.on_paused(self)
 
     async def resume(self) -> None:
         """See Sandbox.resume. Waits for a place. Raises CapacityError."""
@@ -218,10 +218,10 @@ class PooledSandbox(WrappedSandbox):
                 if (await self._inner.get_info()).state == "killed":  # while it waited
                     raise missing_sandbox(self.id)
                 await self._inner.resume()
-                self._pool.awake(self)
+                self._pool.on_resumed(self)
 
     async def fork(self, count: int = 1) -> list[Sandbox | SandboxError]:
-        """See Sandbox.fork. Waits for `count` places together. Raises CapacityError."""
+        """See Sandbox.fork. Waits for `count` places at once. Raises CapacityError."""
         check_count(count)
         async with self._pool.places(await self._tenant(), count):
             copies = await self._inner.fork(count)
@@ -229,16 +229,16 @@ class PooledSandbox(WrappedSandbox):
 
     async def migrate(self, target: SandboxBackend) -> Sandbox:
         moved = await self._inner.migrate(target)
-        self._pool.ended(self)
+        self._pool.on_ended(self)
         return moved
 
     async def kill(self) -> None:
-        """See Sandbox.kill. The place is given back once the inner sandbox is dead."""
-        await to_the_end(self._kill())
+        """See Sandbox.kill. Releases the place once the inner sandbox is dead."""
+        await finish_despite_cancel(self._kill())
 
     async def _kill(self) -> None:
         await self._inner.kill()
-        self._pool.ended(self)
+        self._pool.on_ended(self)
 
     async def _tenant(self) -> str:
         return (await self.get_info()).metadata.get(TENANT, "")

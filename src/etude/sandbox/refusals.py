@@ -1,4 +1,4 @@
-"""What a backend refuses, each with what to do instead: times, sizes, abilities, ways between kinds."""
+"""Checks of requests to a backend (times, sizes, capabilities, moves), and their errors with fixes."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from etude.sandbox.types import Capabilities, Resources, SnapshotKind
 _ABLE: dict[str, str] = {"full": "vm or gvisor"} | dict.fromkeys(
     ("filesystem", "network", "images", "directory"), "local"
 )
-"""For each ability, a backend that has it."""
+"""For each capability, the backends that have it."""
 _KEPT: dict[SnapshotKind, str] = {
     "full": "the memory of processes, and files",
     "filesystem": "the files alone",
 }
 _MOST, _MOST_PROCESSES, _MOST_FILES = (1 << 63) - 1, 4_000_000, 1 << 20
-"""What a kernel takes as a limit: of bytes and seconds, of processes, of open files."""
+"""The largest limits that a kernel accepts: of bytes and seconds, of processes, of open files."""
 _FLEET = "fleet"
-"""A backend over others, which says itself what it takes in."""
+"""A backend over others, which checks itself what it can import."""
 
 
 def missing_sandbox(sandbox_id: str) -> SandboxMissingError:
-    """The error for an id that no living sandbox has."""
+    """The error for an id that no live sandbox has."""
     return SandboxMissingError(
         "no such sandbox: it was killed, or its time to live is over",
         field="sandbox",
@@ -35,7 +35,7 @@ def missing_sandbox(sandbox_id: str) -> SandboxMissingError:
 
 
 def check_resources(resources: Resources) -> None:
-    """Raises ResourceError for more than this host or its kernel has, and for what is not above 0."""
+    """Raises ResourceError for more than this host or its kernel has, and for values not above 0."""
     total_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     cores = os.cpu_count() or 1
     for field, received, most in (
@@ -54,7 +54,7 @@ def check_resources(resources: Resources) -> None:
 
 
 def unsupported(backend: str, ability: str) -> Unsupported:
-    """The error for what a kind of sandbox cannot do."""
+    """The error for a capability that a backend lacks."""
     return Unsupported(
         f"the {backend} backend cannot do this",
         field="sandbox.backend",
@@ -66,7 +66,7 @@ def unsupported(backend: str, ability: str) -> Unsupported:
 def unsupported_copy(
     able: Capabilities, call: Literal["pause", "create_snapshot"], wanted: SnapshotKind
 ) -> Unsupported:
-    """The error for a kind of sleep or snapshot that a backend does not have: names the calls that work."""
+    """The error for a kind of pause or snapshot that a backend lacks; its fix names the calls that work."""
     here = able.pause if call == "pause" else able.snapshots
     fixes = [f'{call}("{kind}") works here and keeps {_KEPT[kind]}' for kind in sorted(here)]
     first = _ABLE[wanted].partition(" ")[0]
@@ -80,7 +80,7 @@ def unsupported_copy(
 
 
 def check_move(here: Capabilities, there: Capabilities) -> None:
-    """Raises Unsupported, before anything stands still, for a move that cannot end well."""
+    """Raises Unsupported for a move between incompatible backends, before the sandbox is paused."""
     files = "files go to any kind: files.download here, create(Template.from_directory(...)) there"
     if here.migrate is None:
         raise Unsupported(
@@ -100,7 +100,7 @@ def check_move(here: Capabilities, there: Capabilities) -> None:
 
 
 def foreign_snapshot(theirs: str, ours: str) -> tuple[str, str]:
-    """What is wrong with a snapshot of another backend, and what is possible."""
+    """The message and the fix for a snapshot of another backend."""
     return (
         f"belongs to the {theirs} backend and cannot become a sandbox of the {ours} backend",
         f"use the {theirs} backend; from kind to kind go files alone: files.download from a sandbox here, "
@@ -109,7 +109,7 @@ def foreign_snapshot(theirs: str, ours: str) -> tuple[str, str]:
 
 
 MAX_TIMEOUT_S = 1e6
-"""The longest timeout of a command (11 days): a program inside cannot sleep for longer at once."""
+"""The longest timeout of a command (11 days): the program inside cannot sleep for longer at once."""
 
 
 def check_timeout(timeout_s: float) -> None:
@@ -124,7 +124,7 @@ def check_timeout(timeout_s: float) -> None:
 
 
 def check_life(timeout_s: float | None) -> None:
-    """Raises ConfigError for a time to live that is over before it begins, or is no number."""
+    """Raises ConfigError for a time to live that is not positive and finite."""
     if timeout_s is not None and not 0 < timeout_s < math.inf:
         raise ConfigError(
             "a time to live is more than 0 seconds",

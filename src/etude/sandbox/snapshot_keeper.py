@@ -1,4 +1,4 @@
-"""What a backend of machines keeps on disk: snapshots, durable ones and those that go with this process."""
+"""The snapshots of a machine backend: durable ones, and temporary ones that are removed with this process."""
 
 from __future__ import annotations
 
@@ -17,41 +17,40 @@ from etude.sandbox.snapshots import Snapshot, SnapshotDraft, SnapshotStore
 from etude.sandbox.types import SnapshotInfo, SnapshotKind
 
 TRANSIT_S = 300.0
-"""How long a temporary snapshot from elsewhere stays: its sender makes a sandbox of it at once, or is
-dead."""
+"""Lifetime of an imported temporary snapshot: its sender creates a sandbox from it at once, or is dead."""
 
 
 class SnapshotKeeper:
-    """The part of a backend that writes, finds, carries and removes snapshots. For one event loop."""
+    """The part of a backend that writes, lists, transfers and deletes snapshots. For one event loop."""
 
     name = "machine"
     version = "1"
-    """Of whatever a snapshot of this kind depends on."""
+    """Version of everything that a snapshot of this kind depends on."""
 
     def __init__(self, state: Path | None = None) -> None:
         """`state`: directory of snapshots, logs and working files, made when first needed."""
         self.state = state or default_state_directory()
         self.snapshots = SnapshotStore(self.state / SNAPSHOTS)
         self._asleep: dict[str, str] = {}
-        """For each paused sandbox, the snapshot that it sleeps in."""
+        """Id of each paused sandbox -> the snapshot that holds its state."""
         self._in_transit: dict[str, asyncio.TimerHandle] = {}
-        """Temporary snapshots from elsewhere, of which sandboxes are to be made."""
-        self._mishaps: list[BaseException] = []
-        self._background = Tasks(on_error=self._mishaps.append)
+        """Imported temporary snapshots from which sandboxes will be created -> timer of their expiry."""
+        self._background_errors: list[BaseException] = []
+        self._background = Tasks(on_error=self._background_errors.append)
         self._clearing: asyncio.Future[None] | None = None
 
     # For each kind of machine
 
     async def save(self, sandbox: MachineSandbox, kind: SnapshotKind, draft: SnapshotDraft) -> None:
-        """Writes the running machine's state into the draft; the machine goes on afterwards."""
+        """Writes the running machine's state into the draft; the machine runs on afterwards."""
         raise self.unsupported(kind)
 
     async def discard(self, draft: SnapshotDraft) -> None:
-        """Drops one that `save` did not finish, or that could not be published."""
+        """Removes a draft that `save` did not finish, or that could not be published."""
         self.snapshots.discard(draft)
 
     def unsupported(self, ability: str) -> Unsupported:
-        """The error for what this kind of machine cannot do."""
+        """The error for a capability that this kind of machine lacks."""
         return unsupported(self.name, ability)
 
     # SandboxBackend
@@ -74,32 +73,32 @@ class SnapshotKeeper:
         info = await self.snapshots.import_(source, self.name)
         if info.id not in known and self.snapshots.is_in_transit(info.id):
             loop = asyncio.get_running_loop()
-            known[info.id] = loop.call_later(TRANSIT_S, lambda: self.spawn(self._give_up(info.id)))
+            known[info.id] = loop.call_later(TRANSIT_S, lambda: self.spawn(self._delete_unclaimed(info.id)))
         return info
 
     # Inner workings
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        """Does something beside; `close` waits for it, and raises what went wrong."""
+        """Runs work in the background; `close` waits for it and raises its errors."""
         self._background.start(work)
 
     async def _clear_litter(self) -> None:
-        """Once: removes what killed owners of the state directory left of moves and forks."""
+        """Once per process, removes leftovers of moves and forks of killed processes."""
         if self._clearing is None:
             self._clearing = asyncio.ensure_future(asyncio.to_thread(clear_litter, self.state))
         await asyncio.shield(self._clearing)
 
-    async def _give_up(self, snapshot: str) -> None:
-        """Removes a copy in transit of which nobody has made a sandbox."""
+    async def _delete_unclaimed(self, snapshot: str) -> None:
+        """Deletes an imported temporary snapshot, if it still exists."""
         if snapshot in self._in_transit:
             with contextlib.suppress(SnapshotError):
-                # Its sender deletes it, too.
+                # Its sender may delete it at the same time.
                 await self.delete_snapshot(snapshot)
 
     async def _save(
         self, sandbox: MachineSandbox, kind: SnapshotKind, name: str | None, temporary: bool = False
     ) -> SnapshotInfo:
-        """A snapshot, made under the sandbox's lock; a temporary one goes with this process."""
+        """Makes a snapshot, under the sandbox's lock; a temporary one is removed with this process."""
         draft = self.snapshots.draft(sandbox.id)
         try:
             await self._write_state(sandbox, kind, draft)

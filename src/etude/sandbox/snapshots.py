@@ -1,12 +1,12 @@
-"""Durable snapshots: a directory each, whole or not there at all.
+"""A store of durable snapshots, one directory each, which appear whole or not at all.
 
     <root>/<id>/manifest.json     what it is, of which machine, and size and BLAKE3 digest of each file
     <root>/<id>/<files>           the backend's: memory, disk, layers, and `template`
-    <root>/.etude-draft-<any>/<id>/   one that is being written, or is temporary: it goes with its process
+    <root>/.etude-draft-<any>/<id>/   a draft or a temporary snapshot: removed with its process
 
-A snapshot is written beside its place, synced, and renamed into it last: a crash leaves none or all of
-it. Opening one checks every byte. Who made it (backend and version, processor, kernel) is recorded, and a
-mismatch refused where memory is part of it.
+A snapshot is written to a draft, synced, and renamed last, so a crash leaves none or all of it. Opening one
+checks every byte. Its origin (backend and version, processor, kernel) is recorded, and a mismatch is refused
+if memory is part of it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _PIECE_BYTES = 8 << 20
 
 
 def this_machine() -> dict[str, str]:
-    """What a snapshot of memory depends on."""
+    """The properties of this machine that a snapshot of memory depends on."""
     model = ""
     for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
         if line.startswith("model name"):
@@ -54,7 +54,7 @@ def this_machine() -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Spec:
-    """What a sandbox was asked to be."""
+    """The requested properties of a sandbox."""
 
     template: Template
     resources: Resources = field(default_factory=Resources)
@@ -66,26 +66,26 @@ class Spec:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A snapshot that was opened: every file checked."""
+    """An opened snapshot, all files of which were checked."""
 
     info: SnapshotInfo
     directory: Path
     spec: Spec
-    """Of the sandbox that continues it."""
+    """The spec of a sandbox that continues it."""
     backend_version: str
     machine: Mapping[str, str]
     extra: Mapping[str, Any]
-    """What the backend noted for itself."""
+    """Data of the backend itself."""
 
     def file(self, name: str) -> Path:
-        """Path of one of its files. Raises SnapshotError if it has none of that name."""
+        """Path of one of its files. Raises SnapshotError if there is no such file."""
         path = self.directory / name
         if not path.exists():
             raise _error(self.info.id, f"has no file {name!r}", "it was made by another version")
         return path
 
     def check_origin(self, backend: str, backend_version: str, memory: bool) -> None:
-        """Raises SnapshotError unless this backend, at this version, on such a machine made it."""
+        """Raises SnapshotError if another backend made it or, with `memory`, another version or machine."""
         if self.info.backend != backend:
             raise _error(self.info.id, *foreign_snapshot(self.info.backend, backend), SnapshotRefusedError)
         if not memory:
@@ -99,12 +99,12 @@ class Snapshot:
 
 @dataclass
 class SnapshotDraft:
-    """A snapshot in the making: write files into `directory`, then publish."""
+    """An unpublished snapshot: write files into `directory`, then publish."""
 
     id: str
     directory: Path
     scratch: ScratchDirectory
-    """Goes with this process, and the directory with it until it is published."""
+    """Holds `directory` until it is published; removed with this process."""
     extra: dict[str, Any] = field(default_factory=dict)
 
 
@@ -114,10 +114,10 @@ class SnapshotStore:
     def __init__(self, root: Path) -> None:
         self.root = root
         self._temporary: dict[str, SnapshotDraft] = {}
-        """By id: complete, and never to be published."""
+        """By id: complete temporary snapshots, which are never published."""
 
     def draft(self, sandbox_id: str) -> SnapshotDraft:
-        """Begins a snapshot; nobody sees it before `publish`. Raises SnapshotError."""
+        """Begins a snapshot, which is invisible until `publish`. Raises SnapshotError."""
         snapshot = f"snap-{int(time.time() * 1e3):x}-{secrets.token_hex(4)}"
         try:
             self.root.mkdir(parents=True, exist_ok=True)
@@ -143,7 +143,7 @@ class SnapshotStore:
     ) -> SnapshotInfo:
         """Digests and syncs every file, then makes the snapshot appear. Raises SnapshotError.
 
-        `temporary`: it goes with this process, is in no list, and stays temporary where it is imported.
+        `temporary`: it is removed with this process, not listed, and also temporary where it is imported.
         """
         manifest: dict[str, Any] = {
             "format": FORMAT,
@@ -185,11 +185,11 @@ class SnapshotStore:
         sync_tree(draft.directory)
 
     def discard(self, draft: SnapshotDraft) -> None:
-        """Drops one that was never published. Idempotent."""
+        """Removes an unpublished draft. Idempotent."""
         draft.scratch.close()
 
     async def open(self, snapshot: str) -> Snapshot:
-        """Reads and checks one. Raises SnapshotError if it is missing, torn, damaged or foreign."""
+        """Reads and checks a snapshot. Raises SnapshotError if it is missing, damaged or unreadable."""
         directory = self._directory(snapshot)
         manifest = _read_manifest(directory, snapshot)
         try:
@@ -213,30 +213,30 @@ class SnapshotStore:
         )
 
     def list(self, backend: str) -> list[SnapshotInfo]:
-        """Snapshots of one backend, oldest first; those without a readable manifest for every backend.
+        """Snapshots of one backend, oldest first, and those without a readable manifest.
 
-        Looks at manifests and sizes alone, so a flipped bit shows only when one is opened.
+        Checks only manifests and sizes: a flipped bit is found when the snapshot is opened.
         """
         found: list[SnapshotInfo] = []
         for entry in sorted(self.root.glob("snap-*")) if self.root.is_dir() else []:
             if not entry.is_dir():
                 continue
             try:
-                info = _listed(entry)
+                info = _list_entry(entry)
             except FileNotFoundError:
-                # It was deleted just now.
+                # It was deleted meanwhile.
                 continue
             if info.backend in (backend, ""):
                 found.append(info)
         return sorted(found, key=lambda info: (info.created_s, info.id))
 
     def is_in_transit(self, snapshot: str) -> bool:
-        """Whether a snapshot came from elsewhere, and only to become a sandbox."""
+        """Whether a snapshot is an imported temporary one, as in a migration."""
         draft = self._temporary.get(snapshot)
         return draft is not None and draft.id != snapshot
 
     def delete(self, snapshot: str) -> None:
-        """Removes one. Raises SnapshotError if there is none."""
+        """Deletes a snapshot. Raises SnapshotError if it does not exist."""
         directory = self._directory(snapshot)
         if snapshot in self._temporary:
             self.discard(self._temporary.pop(snapshot))
@@ -249,7 +249,7 @@ class SnapshotStore:
             ) from error
 
     async def export(self, snapshot: str, target: Path) -> None:
-        """Writes one as an uncompressed tar file. Raises SnapshotError."""
+        """Writes a snapshot as an uncompressed tar file. Raises SnapshotError."""
         directory = self._directory(snapshot)
         try:
             await asyncio.to_thread(pack_files, sorted(directory.iterdir()), target)
@@ -257,14 +257,14 @@ class SnapshotStore:
             raise _error(snapshot, f"cannot be exported: {error}", "choose another file") from error
 
     async def import_(self, source: Path, backend: str) -> SnapshotInfo:
-        """Takes in what `export` wrote for `backend`. Raises SnapshotError; then nothing is left behind.
+        """Imports a snapshot that `export` wrote for `backend`; a temporary one stays temporary.
 
-        What was temporary there is temporary here.
+        Raises SnapshotError, and then leaves no files.
         """
         draft = self.draft("import")
         stays = False
         try:
-            manifest = await asyncio.to_thread(_take_in, source, draft.directory)
+            manifest = await asyncio.to_thread(_unpack_export, source, draft.directory)
             info = _info(manifest)
             if info.backend != backend:
                 raise _error(info.id, *foreign_snapshot(info.backend, backend), SnapshotRefusedError)
@@ -272,7 +272,7 @@ class SnapshotStore:
                 stays = self._temporary.setdefault(info.id, draft) is draft
             elif not (self.root / info.id).exists():
                 await asyncio.to_thread(sync_tree, draft.directory)
-                # Another import of it may be quicker.
+                # Another import of the same snapshot may finish first.
                 publish_directory(draft.directory, self.root / info.id, keep=lambda: True)
             return info
         finally:
@@ -289,12 +289,12 @@ class SnapshotStore:
         return self.root / snapshot
 
     def sweep(self) -> None:
-        """Removes what dead processes left: drafts and temporary snapshots."""
+        """Removes drafts and temporary snapshots of dead processes."""
         sweep(self.root, DRAFTS)
 
 
-def _take_in(source: Path, directory: Path) -> dict[str, Any]:
-    """The manifest of an exported snapshot, unpacked and checked. Raises SnapshotRefusedError."""
+def _unpack_export(source: Path, directory: Path) -> dict[str, Any]:
+    """Unpacks and checks an exported snapshot; its manifest. Raises SnapshotRefusedError."""
     try:
         unpack_files(source, directory)
         manifest = _read_manifest(directory, source.name)
@@ -335,7 +335,7 @@ def _check_sizes(directory: Path, manifest: Mapping[str, Any]) -> None:
 
 
 def _check_files(directory: Path, manifest: Mapping[str, Any]) -> None:
-    """Raises SnapshotError unless every byte is as the manifest says."""
+    """Raises SnapshotError unless sizes and digests of all files match the manifest."""
     _check_sizes(directory, manifest)
     for name, row in manifest["files"].items():
         if _digest(directory / name) != row["digest"]:
@@ -343,7 +343,7 @@ def _check_files(directory: Path, manifest: Mapping[str, Any]) -> None:
 
 
 def _manifest_digest(manifest: Mapping[str, Any]) -> str:
-    """BLAKE3 hex digest of everything in a manifest but its own digest."""
+    """BLAKE3 hex digest of a manifest without its digest field."""
     rest = {key: value for key, value in manifest.items() if key != "digest"}
     return blake3(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
@@ -377,8 +377,8 @@ def _info(manifest: Mapping[str, Any]) -> SnapshotInfo:
     )
 
 
-def _listed(directory: Path) -> SnapshotInfo:
-    """What a list says of a snapshot, damaged or not. Raises FileNotFoundError if it is gone."""
+def _list_entry(directory: Path) -> SnapshotInfo:
+    """The list's entry of a snapshot, damaged or not. Raises FileNotFoundError if it was deleted."""
     info: SnapshotInfo | None = None
     try:
         manifest = _read_manifest(directory, directory.name)
@@ -393,14 +393,14 @@ def _listed(directory: Path) -> SnapshotInfo:
 
 
 def pack_files(files: Iterable[Path], target: Path) -> None:
-    """Writes an uncompressed tar file of plain files, whole or not at all. Raises OSError."""
+    """Writes regular files into an uncompressed tar file, atomically. Raises OSError."""
     with whole_file(target, sync=False) as file, tarfile.open(fileobj=file, mode="w") as archive:
         for path in files:
             archive.add(path, arcname=path.name, recursive=False)
 
 
 def unpack_files(source: Path, directory: Path) -> None:
-    """The reverse. Raises SnapshotError for an archive with anything but regular files with plain names."""
+    """Reverses `pack_files`. Raises SnapshotError for members other than regular files with plain names."""
     try:
         with tarfile.open(source, "r:") as archive:
             for member in archive:

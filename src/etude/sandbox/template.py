@@ -1,4 +1,4 @@
-"""What a sandbox starts with: files in its workspace, and possibly a root file system of its own."""
+"""Templates: the initial files of a sandbox's workspace and, optionally, its root file system image."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from etude.sandbox.inside.frames import FrameError, Unpacker
 from etude.sandbox.paths import WORKSPACE, normal_path
 
 MAX_DEPTH = 100
-"""Names in one path. Directories that are nested deeper are no repository's."""
+"""Most names in one path: no repository nests directories more deeply."""
 MAX_NAME_BYTES, MAX_PATH_BYTES = 255, 3840
-"""Of one name, as Linux bounds it, and of a whole path, with room for what it lies below."""
+"""Most bytes of one name, which is Linux's limit, and of a whole path, with room for a prefix."""
 
 
 @dataclass(frozen=True)
 class Image:
     """A root file system as a stack of content-addressed layers, and how programs run in it.
 
-    Where the layers lie is the layer store's business (`sandbox/images/`).
+    The layer store (`sandbox/images/`) maps layer digests to directories.
     """
 
     name: str
@@ -39,14 +39,14 @@ class Image:
 
     @cached_property
     def digest(self) -> str:
-        """BLAKE2b hex digest over layers and configuration; the name does not count."""
+        """BLAKE2b hex digest over layers and configuration, without the name."""
         rows = [*self.layers, self.workdir, self.user, *(f"{k}={v}" for k, v in sorted(self.env.items()))]
         return hashlib.blake2b("\0".join(rows).encode(), digest_size=20).hexdigest()
 
 
 @dataclass(frozen=True)
 class Template:
-    """The files that a sandbox starts with. Equal digests mean equal files."""
+    """The initial files of a sandbox. Equal digests mean equal files."""
 
     files: Mapping[str, bytes | str] = field(default_factory=dict)
     """Workspace-relative path -> content; text is stored as UTF-8."""
@@ -54,10 +54,10 @@ class Template:
     image: Image | None = None
     """Root file system; None: the programs of the host (or of the guest's base image), read-only."""
     directory: str = ""
-    """Absolute path of a directory of the host that is the workspace itself, at its own path: what changes
-    there has changed. Empty: the workspace is a copy of `files`."""
+    """Absolute path of a host directory that is used as the workspace in place, at the same path, so that
+    changes there are permanent. Empty: the workspace is a copy of `files`."""
     passed_over: frozenset[str] = frozenset()
-    """Names that listings and searches of `directory` pass over, with all that lies below."""
+    """Names that listings and searches of `directory` skip, with everything below them."""
     _bytes: dict[str, bytes] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -95,7 +95,7 @@ class Template:
         return state.hexdigest()
 
     def check_copyable(self) -> None:
-        """Raises TemplateError where the workspace is a directory of this host."""
+        """Raises TemplateError if the workspace is a directory of this host."""
         if self.directory:
             raise TemplateError(
                 "a sandbox that works in a directory of the host can be neither copied nor moved",
@@ -106,9 +106,9 @@ class Template:
 
     @classmethod
     def from_directory(cls, path: str | Path, image: Image | None = None) -> Template:
-        """Reads every regular file below `path`; symbolic links are left out.
+        """Reads every regular file below `path`, without symbolic links.
 
-        Raises ConfigError if `path` is no directory.
+        Raises ConfigError if `path` is not a directory.
         """
         root = Path(path)
         if not root.is_dir():
@@ -122,7 +122,7 @@ class Template:
 
 
 def _check_paths(contents: Mapping[str, bytes]) -> None:
-    """Raises TemplateError for what no directory can hold, or none should."""
+    """Raises TemplateError for paths that a directory cannot or should not contain."""
     folders: set[str] = set()
     for path in contents:
         names = path.split("/")
@@ -148,7 +148,7 @@ def _refused(message: str, path: str, fix: str) -> TemplateError:
 
 
 def decode_image(raw: Any) -> Image:
-    """The image of which `dataclasses.asdict` made `raw`. Raises TypeError, KeyError or AttributeError for
+    """Decodes an image that `dataclasses.asdict` encoded. Raises TypeError, KeyError or AttributeError for
     anything else."""
     image = Image(**{**raw, "layers": tuple(raw["layers"])})
     texts = (image.name, image.workdir, image.user, *image.layers, *image.env, *image.env.values())
@@ -158,7 +158,7 @@ def decode_image(raw: Any) -> Image:
 
 
 def encode_template(template: Template) -> tuple[dict[str, Any], bytes]:
-    """A template whole; `decode_template` gives one of the same digest. Raises as `check_copyable`."""
+    """Encodes a template; `decode_template` restores it with the same digest. Raises as `check_copyable`."""
     template.check_copyable()
     contents = template.contents
     image = None if template.image is None else dataclasses.asdict(template.image)
@@ -167,7 +167,7 @@ def encode_template(template: Template) -> tuple[dict[str, Any], bytes]:
 
 
 def decode_template(header: Any, data: bytes) -> Template:
-    """What `encode_template` wrote. Raises ValueError, TypeError or KeyError for anything else."""
+    """Decodes what `encode_template` wrote. Raises ValueError, TypeError or KeyError for anything else."""
     files: dict[str, bytes | str] = {}
     start = 0
     for path, size in header["files"]:
@@ -184,14 +184,14 @@ def decode_template(header: Any, data: bytes) -> Template:
 
 
 def template_key(template: Template) -> str:
-    """Names a template on the wire: content, name and image together."""
+    """The key of a template on the wire: a digest of content, name and image."""
     image = template.image
     rows = [template.digest, template.name, "" if image is None else image.name]
     return hashlib.blake2b("\0".join(rows).encode(), digest_size=20).hexdigest()
 
 
 def unpack_templates(data: bytes, origin: str, count: int) -> list[Template]:
-    """The templates of `count` frames that lie in a snapshot. Raises SnapshotError."""
+    """Decodes the templates in `count` frames of a snapshot. Raises SnapshotError."""
     try:
         frames = Unpacker().feed(data)
         if len(frames) != count:

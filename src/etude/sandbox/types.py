@@ -20,13 +20,13 @@ class Resources:
     """What one sandbox may use. Sizes in bytes, times in seconds."""
 
     memory_bytes: int = 512 << 20
-    """Of all processes together where a memory cgroup or a guest can be had; else a watchdog bounds it."""
+    """Of all processes together, enforced by a memory cgroup or a guest, or else by a watchdog."""
     num_processes: int = 64
     disk_bytes: int = 64 << 20
     file_bytes: int = 32 << 20
     """Size of any one file."""
     cpu_s: int = 60
-    """Processor time of each process."""
+    """CPU time of each process."""
     open_files: int = 256
     cpus: float = 1.0
     """Cores: its share under contention, and the number of virtual processors of a guest (rounded up)."""
@@ -34,10 +34,10 @@ class Resources:
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """What a sandbox reaches beside its own loopback: nothing, or what the allow-list names.
+    """What a sandbox can reach besides its own loopback: nothing, or what the allow-list names.
 
-    Always through the egress proxy, which logs every request; the host's loopback and its private networks
-    are out of reach whatever the list says.
+    Always through the egress proxy, which logs every request; the host's loopback and private networks cannot
+    be reached whatever the list says.
     """
 
     allow: tuple[str, ...] = ()
@@ -49,14 +49,14 @@ NO_NETWORK = Network()
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What a backend can do. What it cannot raises `Unsupported`."""
+    """What a backend supports. Everything else raises `Unsupported`."""
 
     backend: str
     isolation: Literal["none", "namespaces", "gvisor", "container", "vm"]
     commands: bool
     """Commands, in the background too."""
     network: bool
-    """Allow-list mode."""
+    """Network access by an allow-list."""
     images: bool
     """Templates with a root file system of their own."""
     snapshots: frozenset[SnapshotKind]
@@ -64,15 +64,15 @@ class Capabilities:
     fork: SnapshotKind | None
     """What a fork copies."""
     migrate: SnapshotKind | None
-    """What a move carries."""
+    """What a move preserves."""
     neighbours_share: bool = True
-    """Whether sandboxes share what the kernel counts for each user (descriptors in flight, pages of pipes,
-    epoll watches): then one can take what the others need."""
+    """Whether sandboxes share the kernel's per-user limits (descriptors in flight, pages of pipes, epoll
+    watches), so that one can exhaust them for the others."""
 
 
 @dataclass(frozen=True, slots=True)
 class SandboxInfo:
-    """What is known of one sandbox. Times are seconds since 1970."""
+    """Description and state of one sandbox. Times are seconds since 1970."""
 
     id: str
     backend: str
@@ -92,7 +92,7 @@ class SandboxInfo:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotInfo:
-    """A snapshot that is durable, and whole unless `damaged` says why not."""
+    """Description of a durable snapshot."""
 
     id: str
     kind: SnapshotKind
@@ -105,7 +105,7 @@ class SnapshotInfo:
     """Bytes on disk."""
     name: str | None = None
     damaged: str | None = None
-    """What is wrong with it, of which nothing can be made; its kind and backend may then be unknown."""
+    """Why it cannot be restored; its kind and backend may then be unknown. None: it is whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,14 +164,14 @@ class TestFailure:
 
 @dataclass(frozen=True, slots=True)
 class TestReport:
-    """What a test run said, in the order in which the tests stand in their files."""
+    """The result of a test run, in the order of the tests in their files."""
 
     __test__ = False
 
     passed: tuple[str, ...]
     failed: tuple[TestFailure, ...]
     error: str | None
-    """Why there is no (whole) result: a file that does not import, `timeout`, a runner that died."""
+    """Why there is no complete result: a file that does not import, `timeout`, a runner that died."""
     timed_out: bool
     duration_s: float
 

@@ -1,8 +1,7 @@
-"""Those who wait for something scarce: tenants in turns, each tenant's own in the order of arrival.
+"""A fair queue for a scarce resource: round-robin over tenants, first come first served within each.
 
-The request at the head is served as soon as what it wants is there, and none before it, however little
-it wants. So nobody starves: each tenant in turn has one request served, and a large one waits until there is
-room for it.
+The request at the head is served as soon as it can be satisfied, and no request overtakes it, however small.
+So none starves: each tenant in turn has one request served, and a large one waits until there is room.
 """
 
 from __future__ import annotations
@@ -17,23 +16,24 @@ Given = TypeVar("Given")
 
 
 class WaitingLine(Generic[Wanted, Given]):
-    """For one event loop. Waits for: `serve`, which is called when something becomes free."""
+    """The queue, for one event loop. Waits for: `serve`, which is called when a resource becomes free."""
 
-    def __init__(self, take: Callable[[Wanted], Given | None], give_back: Callable[[Given], None]) -> None:
-        """`take`: what is wanted, or None while there is none. `give_back`: what nobody came to fetch."""
-        self._take = take
-        self._give_back = give_back
+    def __init__(self, acquire: Callable[[Wanted], Given | None], release: Callable[[Given], None]) -> None:
+        """`acquire`: allocates what a request wants, or returns None if it is not available. `release`: frees
+        an allocation whose caller was cancelled."""
+        self._acquire = acquire
+        self._release = release
         self._tenants: OrderedDict[str, deque[tuple[Wanted, asyncio.Future[Given]]]] = OrderedDict()
 
     def __len__(self) -> int:
         return sum(map(len, self._tenants.values()))
 
     def by_tenant(self) -> dict[str, int]:
-        """How many wait for each tenant, in the order of their turns."""
+        """Number of waiting requests by tenant, in the order of their turns."""
         return {tenant: len(line) for tenant, line in self._tenants.items()}
 
     async def wait(self, wanted: Wanted, timeout_s: float | None, tenant: str = "") -> Given:
-        """What is wanted, once it is this caller's turn. Raises TimeoutError."""
+        """Waits for the caller's turn; returns what was acquired. Raises TimeoutError."""
         row = (wanted, asyncio.get_running_loop().create_future())
         self._tenants.setdefault(tenant, deque()).append(row)
         self.serve()
@@ -47,23 +47,23 @@ class WaitingLine(Generic[Wanted, Given]):
                 if not line:
                     del self._tenants[tenant]
             elif row[1].done() and not row[1].cancelled() and row[1].exception() is None:
-                self._give_back(row[1].result())  # it came in the instant of giving up
+                self._release(row[1].result())  # it was acquired just as the caller gave up
             self.serve()
             raise
 
     def serve(self) -> None:
-        """Something has changed: serves from the head on as long as there is enough."""
+        """Serves requests from the head while they can be satisfied; called after every change."""
         while self._tenants:
             wanted, future = next(iter(self._tenants.values()))[0]
             if not future.done():
-                given = self._take(wanted)
+                given = self._acquire(wanted)
                 if given is None:
                     return
                 future.set_result(given)
             self._pop()
 
     def refuse(self, error: Exception) -> None:
-        """The next request gets the error."""
+        """Fails the next request with the error."""
         while self._tenants:
             future = self._pop()
             if not future.done():
@@ -71,7 +71,7 @@ class WaitingLine(Generic[Wanted, Given]):
                 return
 
     def refuse_all(self, error: Exception) -> None:
-        """Everyone who waits gets the error."""
+        """Fails all waiting requests with the error."""
         while self._tenants:
             self.refuse(error)
 

@@ -1,17 +1,17 @@
-"""What sandbox server and remote client say to each other: calls, results, errors and files.
+"""The wire format between sandbox server and remote client: calls, results, errors and files.
 
-One frame (`inside.frames`) is a JSON header and raw bytes. Text that the agent's code made may hold lone
-surrogates, so nothing here goes through a parser that refuses them. Calls of a sandbox (`calls`) and their
-answers cross as the program inside takes and gives them.
+A frame (`inside.frames`) is a JSON header and raw bytes. Text from the agent's code may contain lone
+surrogates, so no parser is used that refuses them. Calls of a sandbox (`calls`) and their answers are sent in
+the format of the program inside.
 
 Answers that may take long come as a stream of frames, distinguished by their `event`:
 
     output    {"fd": 1 | 2} and the bytes     a command printed
-    dropped   {"num_bytes"}                   output that nobody took in time
-    beat                                      the server is alive, nothing else
+    dropped   {"num_bytes"}                   output that was not read in time
+    beat                                      a heartbeat: the server is alive
     started   {"value"}                       the answer to the start of a command whose output follows
-    piece     and bytes                       of a file
-    end       {"num_bytes"}                   of all pieces of a file together
+    piece     and bytes                       a piece of a file
+    end       {"num_bytes"}                   the end of a file, and the size of all its pieces
     result    {"value"} and bytes             the last frame of a call that succeeded
     error     {"error"}                       the last frame of a call that failed
 
@@ -44,7 +44,7 @@ from etude.serving.errors import encode_error as encode_plainly
 
 API = "/v1"
 SPEAKS = 3
-"""Version of this protocol; server and client refuse each other's where it differs."""
+"""Version of this protocol; server and client must have the same."""
 
 
 def _kinds(base: type[EtudeError]) -> Iterator[type[EtudeError]]:
@@ -58,7 +58,7 @@ ERRORS: Mapping[str, type[EtudeError]] = {
     for kind in _kinds(EtudeError)
     if kind.__module__ in ("etude.errors", "etude.sandbox.errors")
 }
-"""Every error that crosses the wire as itself, by its name."""
+"""The error types that are encoded under their own names."""
 
 STATUSES: Mapping[type[BaseException], int] = {
     PathMissingError: 404,
@@ -68,13 +68,14 @@ STATUSES: Mapping[type[BaseException], int] = {
     SandboxStateError: 409,
     CapacityError: 503,
 }
-"""HTTP statuses of errors, where they are not those of every server."""
+"""HTTP statuses of errors that differ from the defaults of all servers."""
 
 
 def encode_error(error: BaseException) -> dict[str, Any]:
     """`kind`, `message`, `field`, `received` and `fix` of an error.
 
-    What is no EtudeError is a fault of the server: it crosses as SandboxError, and TimeoutError as itself.
+    TimeoutError is encoded as itself; other exceptions than EtudeErrors are failures of the server, and are
+    encoded as SandboxError.
     """
     if not isinstance(error, (EtudeError, TimeoutError)):
         message = f"the sandbox server failed: {type(error).__name__}: {error}"
@@ -83,16 +84,16 @@ def encode_error(error: BaseException) -> dict[str, Any]:
 
 
 ERROR_SHAPE = OwnErrors(STATUSES, encode_error)
-"""How servers of sandboxes answer errors."""
+"""The error format of servers of sandboxes."""
 
 
 def decode_error(raw: object) -> EtudeError | TimeoutError:
-    """The typed error that `encode_error` wrote; what cannot be read is a SandboxError."""
+    """The typed error that `encode_error` encoded; SandboxError for an unreadable one."""
     return decode_plainly(raw, ERRORS, SandboxError)
 
 
 def encode(value: Any) -> Any:
-    """A result of a backend or of a sandbox's lifecycle as JSON: of a dataclass an object by field name."""
+    """Encodes a result of a backend or of a sandbox's lifecycle as JSON; dataclasses as objects."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: encode(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, (list, tuple)):
@@ -121,11 +122,11 @@ def decode_capabilities(raw: Any) -> Capabilities:
 
 
 PIECE_BYTES = 1 << 20
-"""The most that one frame carries."""
+"""Most bytes of a file in one frame."""
 
 
 async def pack_file(source: Path) -> AsyncGenerator[bytes, None]:
-    """The frames of a file."""
+    """Encodes a file as frames."""
     num_bytes = 0
     with await asyncio.to_thread(source.open, "rb") as stream:
         while piece := await asyncio.to_thread(stream.read, PIECE_BYTES):
@@ -135,18 +136,18 @@ async def pack_file(source: Path) -> AsyncGenerator[bytes, None]:
 
 
 class FileWriter:
-    """Writes the pieces of one stream."""
+    """Writes a file from a stream of frames."""
 
     def __init__(self, file: BinaryIO, target: Path) -> None:
         self._file = file
         self._target = target
         self.num_bytes = 0
-        """Written so far."""
+        """Bytes written so far."""
         self.is_whole = False
-        """Whether the stream came to its end, and nothing of it was missing."""
+        """Whether the end of the stream has come and no bytes are missing."""
 
-    def take(self, header: Header, piece: bytes) -> None:
-        """One frame. Blocks on the disk. Raises ResourceError for a disk that fails."""
+    def write_frame(self, header: Header, piece: bytes) -> None:
+        """Processes one frame. Blocks on the disk. Raises ResourceError if writing fails."""
         if header.get("event") == "piece":
             with _disk_errors(self._target):
                 self._file.write(piece)
@@ -156,8 +157,8 @@ class FileWriter:
 
 @contextlib.contextmanager
 def receive_file(target: Path) -> Iterator[FileWriter]:
-    """A writer whose file becomes `target` when the block ends; nothing stays of it where the block raises,
-    as it must for a stream that is not whole. Raises ResourceError."""
+    """A writer whose file becomes `target` at the end of the block, and is removed if the block raises, which
+    it must do for an incomplete stream. Raises ResourceError."""
     with contextlib.ExitStack() as stack:
         with _disk_errors(target):
             target.parent.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,8 @@
-"""A sandbox around another one: every call goes through `perform`, and that through `reach`, which may wait,
-count, refuse or fail.
+"""Base class of sandboxes that wrap another one: every operation calls `perform`, which calls `reach`; these
+may wait, count, refuse or fail.
 
-Subclasses say there what their wrapping is for: one that is still being made, one that fails on
-purpose, one that holds a place in a pool.
+Subclasses override them, as for a sandbox that is still being created, one that fails on purpose, or one that
+holds a place in a pool.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ Operation = Callable[[Sandbox], Coroutine[Any, Any, Result]]
 
 
 class WrappedSandbox(Sandbox):
-    """`Sandbox` by `reach`, which subclasses fill in, or `perform` where more than reaching is done."""
+    """A sandbox that delegates to an inner one; subclasses implement `reach`, or override `perform`."""
 
     async def reach(self, operation: str) -> Sandbox:
-        """The inner sandbox, for an operation: `fork`, or the `op` of a call such as `read`."""
+        """The inner sandbox for an operation: a method (`fork`), or the `op` of a call (`read`)."""
         raise NotImplementedError
 
     async def perform(self, name: str, operation: Operation[Result]) -> Result:
-        """Carries out an operation on the inner sandbox; `name` as for `reach`."""
+        """Performs an operation on the inner sandbox; `name` as in `reach`."""
         return await operation(await self.reach(name))
 
     async def call(self, header: Header, payload: bytes = b"", on_output: OnOutput | None = None) -> Answer:

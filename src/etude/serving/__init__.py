@@ -1,6 +1,6 @@
-"""What every HTTP server and client of ours shares: who may ask, errors, bodies, measurement, the process.
+"""Shared code of all HTTP servers and clients: authentication, errors, bodies, metrics, the server process.
 
-Read `application` first, then `access`, `process` and `long_answers`; `client` is the other side. `access`,
-`errors`, `messages`, `metrics`, `listening` and `client` need no web framework: the parts that have their own
-tokens and counters import them, and so do those who ask a server.
+Read `application` first, then `access`, `process` and `long_answers`; `client` is the client side. `access`,
+`errors`, `messages`, `metrics`, `listening` and `client` need no web framework, so clients and the packages
+with their own tokens and counters can import them.
 """

@@ -1,10 +1,10 @@
-"""Who may ask: tokens, compared in constant time, and the names by which a server may be asked.
+"""Access control: bearer tokens, compared in constant time, and the accepted values of Host and Origin.
 
 A web page can point a name of its own at an address that only this machine reaches (DNS rebinding), or send
-requests there from its own origin. Every request therefore has to name the server by a name of the
-server's, with and without credentials. Accepted in Host, and in Origin where there is one, are the address
-at which the connection arrived, configured names, and loopback names: no page from elsewhere can take
-these, and a tunnel to another machine begins with them.
+requests there from its own origin. Every request, with credentials or without, must therefore use one of the
+server's own names. Accepted in Host, and in Origin if it is sent, are the address at which the connection
+arrived, configured names, and loopback names: no foreign page can have these, and tunnels to another machine
+use them.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ T = TypeVar("T")
 
 
 class AccessError(UserError):
-    """A request without the token that is asked for, or by a name that is not the server's."""
+    """A request without the required token, or with a Host or Origin that is not the server's."""
 
 
 def is_token(given: str, token: str) -> bool:
-    """Whether a token is the right one; takes the same time whatever it is."""
+    """Whether a token is the right one, compared in constant time."""
     return hmac.compare_digest(given.encode("utf-8", "surrogatepass"), token.encode("utf-8", "surrogatepass"))
 
 
 def find_token(table: Mapping[str, T], given: str) -> T | None:
-    """What a table holds for a token; None for an unknown one. Takes the same time whichever it is."""
+    """Looks a token up in constant time; None if it is unknown."""
     found = [value for token, value in table.items() if is_token(given, token)]
     return found[0] if found else None
 
@@ -41,15 +41,15 @@ def bearer_of(headers: Mapping[str, str]) -> str:
 
 
 def check_bearer(headers: Mapping[str, str], token: str | None) -> None:
-    """Raises AccessError for a request without the token as its bearer; None: no token is asked for."""
+    """Raises AccessError for a request without the bearer token; None: no token is required."""
     if token is not None and not is_token(bearer_of(headers), token):
         raise AccessError("the token is missing or wrong", field="token", fix="send it as a bearer")
 
 
 def check_names(headers: Mapping[str, str], address: str | None, allowed: Collection[str] = ()) -> None:
-    """Raises AccessError for a request whose Host or Origin is no name of the server's.
+    """Raises AccessError for a request whose Host or Origin is not one of the server's names.
 
-    `address`: at which the connection arrived; None: a local socket. `allowed`: configured names.
+    `address`: where the connection arrived; None: a local socket. `allowed`: configured names.
     """
     known = {*LOOPBACK_NAMES, *(name.lower() for name in allowed)}
     if address is not None:

@@ -1,10 +1,10 @@
-"""Answers that are made while the client waits: server-sent events whose status waits for the first of them.
+"""Streamed answers: server-sent events, whose HTTP status is decided when the first event is ready.
 
     pieces --first--> 200 --piece--> ... --piece--> end
        |                                 |
-       +- error: its own status          +- error: an event of its own, the last
+       +- error: its own status          +- error: a last event of its own
 
-A client that leaves, or stops reading, ends the work.
+The work ends when the client disconnects or stops reading.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fastapi.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from etude.kit.tasks import end_tasks
-from etude.serving.application import CLIENT_LEFT, STALL_S, until_gone
+from etude.serving.application import CLIENT_LEFT, STALL_S, until_disconnected
 from etude.serving.errors import ErrorAnswer
 
 
@@ -28,12 +28,12 @@ class Sending:
     """How the events of one answer are sent."""
 
     pieces: AsyncGenerator[bytes]
-    """The events as they come; closed when the client leaves."""
+    """The encoded events; closed when the client disconnects."""
     describe: Callable[[Exception], ErrorAnswer]
     error_event: Callable[[dict[str, Any]], bytes]
-    """The event of an error's document."""
+    """Encodes an error's document as an event."""
     ended: Callable[[int], None]
-    """Called once, with the status of what was sent."""
+    """Called once at the end, with the HTTP status that was sent."""
     headers: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
@@ -48,9 +48,9 @@ class EventStream(Response):
         self._sending = sending
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Sends the events until the answer ends or the client leaves."""
+        """Sends the events until the answer ends or the client disconnects."""
         sending = asyncio.create_task(self._send(send))
-        leaving = asyncio.create_task(until_gone(receive))
+        leaving = asyncio.create_task(until_disconnected(receive))
         status = CLIENT_LEFT
         try:
             await asyncio.wait([sending, leaving], return_when=asyncio.FIRST_COMPLETED)
@@ -62,12 +62,12 @@ class EventStream(Response):
             self._sending.ended(status)
 
     async def _send(self, send: Send) -> int:
-        """Sends everything; the status that was sent."""
+        """Sends everything; returns the HTTP status that was sent."""
         pieces = self._sending.pieces
         try:
             try:
                 first = await anext(pieces)
-            except Exception as error:  # nothing was sent yet: clients try again by the status
+            except Exception as error:  # nothing was sent yet: clients decide by the status whether to retry
                 return await self._refuse(send, error)
             await _push(send, {"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             await _push(send, _body(first))
@@ -93,7 +93,7 @@ class EventStream(Response):
 
 
 class _ClientLeftError(Exception):
-    """The client cannot be sent to, or has read nothing for `STALL_S`."""
+    """The client has disconnected, or has read nothing for `STALL_S`."""
 
 
 def _body(data: bytes, more: bool = True) -> Message:

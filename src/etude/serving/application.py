@@ -1,4 +1,4 @@
-"""The application that every server of ours begins with; its own routes are added to it.
+"""The base application of every HTTP server; each server adds its own routes.
 
 request -> measured -> Host and Origin checked -> route -> answer
                                |                    |
@@ -34,7 +34,7 @@ from etude.serving.metrics import Metrics
 T = TypeVar("T")
 CLIENT_LEFT = 499
 STALL_S = 60.0
-"""A client that sends or takes no byte for so long is taken for gone."""
+"""A client that sends or receives no byte for so long is treated as disconnected."""
 
 _UNREADY: dict[int | str, dict[str, Any]] = {
     503: {"description": "Not now", "content": {"application/json": {}}}
@@ -43,7 +43,7 @@ _UNREADY: dict[int | str, dict[str, Any]] = {
 OnError = Callable[[HTTPConnection, Exception, int], None]
 """Called with every error and its status before it is answered, to be counted."""
 Respell = Callable[[HTTPConnection, BaseException, ErrorAnswer], ErrorAnswer]
-"""An error's answer in the words of the API that the request came by."""
+"""Rewrites an error's answer in the format of the API that the request used."""
 
 
 def build_application(
@@ -60,11 +60,11 @@ def build_application(
     describes: bool = True,
     respell: Respell = lambda connection, error, answer: answer,
 ) -> FastAPI:
-    """An application with `/health`, `/openapi.json` (unless it `describes` nothing) and what else is given.
+    """An application with `/health`, `/openapi.json` (if `describes`) and the optional routes that are given.
 
-    `metrics`: measures every request. `health`: says `healthy` without one. `figures`: the text of
-    `/metrics`, which `guard` stands before. `app.state.allowed_hosts` holds the names, besides its address,
-    by which it may be asked.
+    `metrics`: measures every request. `health`: the handler of `/health`; by default it answers `healthy`.
+    `figures`: the text of `/metrics`, protected by `guard`. `app.state.allowed_hosts` holds the names that
+    are accepted in Host besides the server's address.
     """
     app = FastAPI(
         title=title,
@@ -80,13 +80,13 @@ def build_application(
     def answer(connection: HTTPConnection, error: Exception) -> Response:
         if isinstance(error, ClientDisconnect):
             on_error(connection, error, CLIENT_LEFT)
-            return Response(status_code=CLIENT_LEFT)  # nobody reads it
+            return Response(status_code=CLIENT_LEFT)  # not read: the client is gone
         status, document, headers = respell(connection, error, errors.describe(error))
         on_error(connection, error, status)
         return Json(document, status, headers=dict(headers))
 
     _answer_errors(app, answer)
-    app.add_middleware(_NamesChecked, answer=answer)
+    app.add_middleware(_HostCheck, answer=answer)
     if metrics is not None:
         app.add_middleware(Measured, metrics=metrics)
     app.add_api_route("/health", health or _healthy, name="health", responses=_UNREADY)
@@ -106,7 +106,7 @@ def build_application(
 
 
 def bearer_required(token: str | None) -> Dependency:
-    """What lets a request with the token as its bearer pass; None: every request."""
+    """A dependency that admits only requests with the bearer token; None: admits every request."""
 
     async def check(connection: HTTPConnection) -> None:
         check_bearer(connection.headers, token)
@@ -115,7 +115,7 @@ def bearer_required(token: str | None) -> Dependency:
 
 
 class Json(JSONResponse):
-    """JSON in ASCII: file names and output may hold lone surrogates."""
+    """JSON in ASCII, as file names and output may contain lone surrogates."""
 
     def render(self, content: Any) -> bytes:
         """The bytes of the answer."""
@@ -132,8 +132,8 @@ class Binary(Response):
 
 
 async def pieces(request: Request, limit_bytes: int) -> AsyncIterator[bytes]:
-    """A request's body as it comes. Raises BodyTooLargeError beyond `limit_bytes`, and UserError where none
-    of it comes for `STALL_S`."""
+    """Streams a request's body. Raises BodyTooLargeError beyond `limit_bytes`, and UserError if nothing
+    arrives for `STALL_S`."""
     received = 0
     stream = request.stream()
     while True:
@@ -158,7 +158,7 @@ async def read_body(request: Request, limit_bytes: int) -> bytes:
 
 
 async def read_parsed(request: Request, limit_bytes: int, parse: Callable[[bytes], T]) -> T:
-    """What `parse` makes of a request's whole body; of a large one in a thread. Raises BodyTooLargeError."""
+    """Parses a request's whole body, a large one in a thread. Raises BodyTooLargeError."""
     data = await read_body(request, limit_bytes)
     return await off_loop(len(data), parse, data)
 
@@ -166,8 +166,8 @@ async def read_parsed(request: Request, limit_bytes: int, parse: Callable[[bytes
 async def read_request(
     request: Request, limit_bytes: int, unpack: Callable[[bytes], Sequence[tuple[Any, bytes]]] | None = None
 ) -> tuple[Any, bytes]:
-    """A request's header and payload: JSON alone, or one frame where `unpack` reads frames (it raises
-    ValueError). Raises UserError for anything else, BodyTooLargeError."""
+    """A request's header and payload, from a JSON body or, with `unpack`, from one frame (`unpack` raises
+    ValueError for no frame). Raises UserError for anything else, BodyTooLargeError."""
     body = await read_body(request, limit_bytes)
     kind = "JSON" if unpack is None else f"JSON, or one frame as {FRAMES}"
     if unpack is None or not request.headers.get("content-type", "").startswith(FRAMES):
@@ -185,18 +185,18 @@ def _check_size(num_bytes: int, limit_bytes: int) -> None:
         raise BodyTooLargeError("the request is too large", field="body", received=num_bytes, fix=fix)
 
 
-# Clients that leave
+# Clients that disconnect
 
 
-async def until_gone(receive: Receive) -> None:
-    """Returns when the client has left. What it still sends, over a WebSocket, is not looked at."""
+async def until_disconnected(receive: Receive) -> None:
+    """Returns when the client has disconnected. Ignores what it still sends over a WebSocket."""
     while (await receive())["type"] not in ("http.disconnect", "websocket.disconnect"):
         pass
 
 
-async def unless_gone(client: Request | WebSocket, work: Coroutine[Any, Any, T]) -> T:
-    """What `work` makes, unless the client leaves first: then it is cancelled. Raises ClientDisconnect."""
-    return await unless(work, until_gone(client.receive), ClientDisconnect())
+async def unless_disconnected(client: Request | WebSocket, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`; cancels it and raises ClientDisconnect if the client disconnects first."""
+    return await unless(work, until_disconnected(client.receive), ClientDisconnect())
 
 
 # Errors
@@ -235,7 +235,7 @@ def _refusal(request: Request, error: HTTPException) -> RouteError:
 
 
 def _invalid(error: RequestValidationError) -> UserError:
-    """A parameter of the path or the query that is missing or of another type."""
+    """The error for a path or query parameter that is missing or of the wrong type."""
     first = error.errors()[0]
     where, *names = first["loc"]
     field = ".".join(map(str, names)) or str(where)
@@ -252,8 +252,8 @@ async def _healthy() -> Response:
 # Middleware
 
 
-class _NamesChecked:
-    """Refuses requests by a name that is not the server's, whatever credentials they show."""
+class _HostCheck:
+    """Middleware that refuses requests by a name that is not the server's, whatever their credentials."""
 
     def __init__(self, app: ASGIApp, answer: Callable[[HTTPConnection, Exception], Response]) -> None:
         self._app = app
@@ -277,7 +277,7 @@ class _NamesChecked:
 
 
 class Measured:
-    """Measures each request from its first byte to the last of its answer."""
+    """Middleware that measures each request, from its first byte to the last byte of its answer."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
         self._app = app
@@ -290,7 +290,7 @@ class Measured:
             return
         status = 0
 
-        async def noting(message: Message) -> None:
+        async def send_recorded(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
@@ -298,7 +298,7 @@ class Measured:
 
         start_s = time.monotonic()
         try:
-            await self._app(scope, receive, noting)
+            await self._app(scope, receive, send_recorded)
         finally:
             operation, server = getattr(scope.get("route"), "name", "none"), self._metrics.server
             seconds = time.monotonic() - start_s

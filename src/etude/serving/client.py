@@ -1,10 +1,10 @@
-"""The HTTP client of everything here: a server's address and token, timeouts, typed errors, attempts.
+"""HTTP clients with a server's address and token, timeouts, typed errors and retries.
 
-    request, ask ──> a whole answer         NoAnswerError where none came, or not all of it; what `refusal`
-    stream       ──> an answer as it comes  makes of a status beyond 299
-    open, pieces ──> the same, for one that is handed on
+    request, ask ──> a whole answer         all raise NoAnswerError if it does not come whole, and what
+    stream       ──> a streamed answer      `refusal` makes of a status beyond 299
+    open, pieces ──> the same, closed by the caller
 
-A request is sent `again` only if it does the same when it comes twice. What httpx raises stays in here.
+Only idempotent requests are retried (`again`). httpx's own exceptions never leave this module.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ from etude.serving.errors import decode_error
 Answer = httpx.Response
 Transport = httpx.AsyncBaseTransport
 RawHeaders = Sequence[tuple[bytes, bytes]]
-"""As they came: names in lower case, values in whatever encoding."""
+"""Headers as received: names in lower case, values in any encoding."""
 Refusal = Callable[[Answer], Exception]
-"""Makes the error to raise of an answer whose status is beyond 299."""
+"""Makes the error to raise for an answer whose status is beyond 299."""
 
 ONCE = Backoff(attempts=1)
 _WRITE_S = 90.0
-"""A server that works on what it has may take nothing more for a while."""
+"""Least write timeout: a busy server may stop reading a request for a while."""
 _CHARACTERS = 300
 _LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=256)
-"""However many requests wait for their answers, others wait for none of them."""
+"""Unlimited connections, so that no request queues behind others that wait for their answers."""
 
 
 class NoAnswerError(InfrastructureError):
-    """No answer came, not all of it, or none that can be read."""
+    """No answer arrived, or it was incomplete or unreadable."""
 
 
 class NobodyListensError(NoAnswerError):
-    """There is no connection to be made."""
+    """The connection could not be established."""
 
 
 class SilentServerError(NoAnswerError):
-    """Nothing came for longer than the request allows."""
+    """The server sent nothing for longer than the request allows."""
 
 
 _KINDS: Mapping[type[httpx.HTTPError], type[NoAnswerError]] = {
@@ -56,21 +56,21 @@ _KINDS: Mapping[type[httpx.HTTPError], type[NoAnswerError]] = {
 
 
 class Request(TypedDict, total=False):
-    """What a request has besides its method and path."""
+    """The optional parts of a request, besides its method and path."""
 
     json: object
-    """Its body; None: no body."""
+    """The body, encoded as JSON; None: no body."""
     content: bytes | AsyncIterator[bytes]
-    """Its body as it is."""
+    """The body as raw bytes."""
     params: Mapping[str, object]
-    """Of the query. None is left out; file names of any bytes pass."""
+    """Query parameters. Those that are None are left out; file names of any bytes are allowed."""
     headers: Mapping[str, str] | RawHeaders
     within_s: float
-    """How long the server may be silent, instead of the client's own time; `math.inf`: for ever."""
+    """How long the server may be silent, instead of the client's own limit; `math.inf`: no limit."""
 
 
 def check_address(url: str, field: str = "url") -> None:
-    """Raises ConfigError for what can never be the address of a server."""
+    """Raises ConfigError for a text that cannot be the URL of a server."""
     try:
         parts = urlsplit(url)
         is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
@@ -86,7 +86,7 @@ def check_address(url: str, field: str = "url") -> None:
 
 
 def error_in(answer: Answer) -> dict[str, Any]:
-    """The error object of an answer, in our own shape or OpenAI's; empty where there is none."""
+    """The error object of an answer, in our own format or OpenAI's; empty if there is none."""
     try:
         error = answer.json()["error"]
     except (ValueError, KeyError, TypeError, RecursionError):
@@ -95,12 +95,12 @@ def error_in(answer: Answer) -> dict[str, Any]:
 
 
 def message_of(answer: Answer) -> str:
-    """What a refusal says, for people."""
+    """The human-readable message of an error answer."""
     return str(error_in(answer).get("message") or answer.text[:_CHARACTERS])
 
 
-def refused(answer: Answer) -> EtudeError:
-    """The typed error that an answer names; without one an error with its status and beginning."""
+def answer_error(answer: Answer) -> EtudeError:
+    """The typed error that an answer encodes, else an error with its status and the beginning of its text."""
     found = error_in(answer)
     if "kind" in found and isinstance(error := decode_error(found), EtudeError):
         return error
@@ -113,7 +113,7 @@ def refused(answer: Answer) -> EtudeError:
 
 
 def read_json(answer: Answer) -> Any:
-    """The JSON of an answer. Raises NoAnswerError where it is none: something in between has answered."""
+    """The JSON of an answer. Raises NoAnswerError if it is not JSON, as when a proxy has answered."""
     try:
         return answer.json()
     except (ValueError, RecursionError) as error:
@@ -125,7 +125,7 @@ def read_json(answer: Answer) -> Any:
 async def read_events(pieces: AsyncIterator[bytes], limit_bytes: float = math.inf) -> AsyncGenerator[str]:
     """The data of each server-sent event, one line each. Raises NoAnswerError for more than `limit_bytes`.
 
-    Only a line feed ends a line: JSON may hold what else Unicode takes for one.
+    Only a line feed ends a line: JSON may contain the other line separators of Unicode.
     """
     rest, size = b"", 0
     async for piece in pieces:
@@ -141,36 +141,36 @@ async def read_events(pieces: AsyncIterator[bytes], limit_bytes: float = math.in
 
 
 class Options(TypedDict, total=False):
-    """How a client asks."""
+    """Options of a client."""
 
     within_s: float
-    """How long the server may be silent; 30 unless given."""
+    """How long the server may be silent; default 30."""
     connect_s: float
-    """For a connection; 10 unless given."""
+    """Time limit for a connection; default 10."""
     backoff: Backoff
-    """Of requests that are sent `again`."""
+    """The retries of requests that are sent `again`."""
     refusal: Refusal | None
-    """See `refused`, which it is unless given; None: every status is an answer."""
+    """Makes the error of a status beyond 299; default `answer_error`; None: every status is an answer."""
     headers: Mapping[str, str]
-    """Of every request."""
+    """Sent with every request."""
     outside: bool
-    """Whether proxies that the environment names are on the way."""
+    """Whether to use the proxies that the environment names."""
 
 
-class _Server:
-    """How one server is asked: what both clients share."""
+class _ClientBase:
+    """The part that both clients share: arguments of requests and conversion of errors."""
 
     def __init__(self, url: str, token: str | None, options: Options) -> None:
         self.url = url.rstrip("/")
         self.backoff = options.get("backoff", ONCE)
         self._within_s, self._connect_s = options.get("within_s", 30.0), options.get("connect_s", 10.0)
-        self._refusal = options.get("refusal", refused)
+        self._refusal = options.get("refusal", answer_error)
         headers = {**options.get("headers", {}), **({"authorization": f"Bearer {token}"} if token else {})}
-        # Proxies of the environment are for the outside; servers of ours are not.
-        self._kept = {"headers": headers, "trust_env": options.get("outside", False), "limits": _LIMITS}
+        # The environment's proxies are for outside servers, not for our own.
+        self._arguments = {"headers": headers, "trust_env": options.get("outside", False), "limits": _LIMITS}
 
-    def _sent(self, path: str, request: Request) -> dict[str, Any]:
-        """A request's arguments as httpx has them."""
+    def _request_arguments(self, path: str, request: Request) -> dict[str, Any]:
+        """httpx's arguments of a request."""
         content, headers = request.get("content"), list[tuple[str | bytes, str | bytes]]()
         if (document := request.get("json")) is not None:
             content = json.dumps(document).encode()
@@ -187,8 +187,8 @@ class _Server:
         return {"url": url, "content": content, "headers": headers, "timeout": timeout}
 
     @contextlib.contextmanager
-    def _typed(self) -> Iterator[None]:
-        """Turns what httpx raises into errors of ours."""
+    def _typed_errors(self) -> Iterator[None]:
+        """Converts httpx's exceptions into our own errors."""
         try:
             yield
         except (httpx.InvalidURL, httpx.UnsupportedProtocol, httpx.LocalProtocolError) as error:
@@ -200,8 +200,8 @@ class _Server:
             raise kind(words, field="server", received=self.url or None, fix=fix) from error
 
 
-class Client(_Server):
-    """Asks one server, for one event loop; any number of requests may be under way."""
+class Client(_ClientBase):
+    """An asynchronous client of one server, for one event loop; any number of requests may be in flight."""
 
     def __init__(
         self,
@@ -211,9 +211,9 @@ class Client(_Server):
         transport: Transport | None = None,
         **options: Unpack[Options],
     ) -> None:
-        """`url`: what paths are put behind. `transport`: another way to the server."""
+        """`url`: the base URL, to which paths are appended. `transport`: replaces httpx's own."""
         super().__init__(url, token, options)
-        self._kept |= {"transport": transport}
+        self._arguments |= {"transport": transport}
         self._http: httpx.AsyncClient | None = None
 
     async def __aenter__(self) -> Self:
@@ -224,7 +224,7 @@ class Client(_Server):
 
     @property
     def is_open(self) -> bool:
-        """Whether there may be connections."""
+        """Whether there may be open connections."""
         return self._http is not None
 
     async def close(self) -> None:
@@ -251,24 +251,24 @@ class Client(_Server):
 
     @contextlib.asynccontextmanager
     async def stream(self, method: str, path: str, **request: Unpack[Request]) -> AsyncIterator[Answer]:
-        """An answer whose body the block reads as it comes."""
+        """An answer whose body the block reads as a stream."""
         answer = await self.open(method, path, **request)
         try:
-            with self._typed():
+            with self._typed_errors():
                 yield answer
         finally:
             await answer.aclose()
 
     async def open(self, method: str, path: str, **request: Unpack[Request]) -> Answer:
-        """An answer whose body is still to come; see `pieces`. The caller closes it (`aclose`)."""
+        """An answer whose body is not read yet; see `pieces`. The caller closes it (`aclose`)."""
         if self._http is None:
-            self._http = httpx.AsyncClient(**self._kept)
-        with self._typed():
-            asked = self._http.build_request(method, **self._sent(path, request))
-            answer = await self._http.send(asked, stream=True)
+            self._http = httpx.AsyncClient(**self._arguments)
+        with self._typed_errors():
+            built = self._http.build_request(method, **self._request_arguments(path, request))
+            answer = await self._http.send(built, stream=True)
         try:
             if self._refusal is not None and not answer.is_success:
-                with self._typed():
+                with self._typed_errors():
                     await answer.aread()
                 raise self._refusal(answer)
         except BaseException:
@@ -277,18 +277,18 @@ class Client(_Server):
         return answer
 
     async def pieces(self, answer: Answer) -> AsyncIterator[bytes]:
-        """The body of an answer from `open` as it comes."""
-        with self._typed():
+        """Streams the body of an answer from `open`."""
+        with self._typed_errors():
             async for piece in answer.aiter_bytes():
                 yield piece
 
 
-class SyncClient(_Server):
-    """Asks one server from a thread. Use as a context manager, or close it."""
+class SyncClient(_ClientBase):
+    """A blocking client of one server. Use as a context manager, or close it."""
 
     def __init__(self, url: str, token: str | None = None, **options: Unpack[Options]) -> None:
         super().__init__(url, token, options)
-        self._http = httpx.Client(**self._kept)
+        self._http = httpx.Client(**self._arguments)
 
     def __enter__(self) -> Self:
         return self
@@ -304,8 +304,8 @@ class SyncClient(_Server):
         """A whole answer."""
 
         def once() -> Answer:
-            with self._typed():
-                answer = self._http.request(method, **self._sent(path, request))
+            with self._typed_errors():
+                answer = self._http.request(method, **self._request_arguments(path, request))
             if self._refusal is not None and not answer.is_success:
                 raise self._refusal(answer)
             return answer
@@ -318,7 +318,7 @@ class SyncClient(_Server):
 
 
 def _seconds(value: float) -> float | None:
-    """As httpx has it."""
+    """A time limit for httpx, where None means no limit."""
     return None if value == math.inf else value
 
 

@@ -1,4 +1,4 @@
-"""What routes that read requests by hand say of them in the server's OpenAPI description."""
+"""OpenAPI descriptions of routes that parse their requests by hand."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from etude.serving.messages import Fields
 JSON = "application/json"
 BYTES = "application/octet-stream"
 BINARY = {"type": "string", "format": "binary"}
-"""The schema of a body of any bytes."""
+"""The schema of a body of raw bytes."""
 _NONE = type(None)
 _NAMES = {
     str: "string", dict: "object", list: "array", int: "integer", float: "number", bool: "boolean",
@@ -18,8 +18,8 @@ _NAMES = {
 
 
 def described(fields: Fields | None = None, *, body: str | None = None) -> dict[str, Any]:
-    """The OpenAPI description of a route. `fields`: of the JSON object that it takes; `body`: the media type
-    of anything else."""
+    """The OpenAPI description of a route's request. `fields`: those of a JSON object; `body`: the media type
+    of any other body."""
     found: dict[str, Any] = {}
     if fields is not None:
         found["requestBody"] = {"content": {JSON: {"schema": object_schema(fields)}}}
@@ -37,7 +37,7 @@ def answering(*media: str, status: int = 200) -> dict[int | str, dict[str, Any]]
 
 
 def object_schema(fields: Fields, **known: Any) -> dict[str, Any]:
-    """The JSON Schema of an object of these fields. `known`: schemas of some of them."""
+    """The JSON Schema of an object with these fields. `known`: schemas that replace those of some fields."""
     properties = {name: {"type": [_NAMES[kind] for kind in kinds]} for name, kinds in fields.items()}
     return {
         "type": "object",

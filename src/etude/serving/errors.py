@@ -1,7 +1,7 @@
-"""Errors as answers, in the two shapes that our servers speak: our own, and OpenAI's.
+"""HTTP answers for errors, in the two formats of our servers: our own, and OpenAI's.
 
-A shape makes a status, a JSON document and headers of an error, by a table from types of errors; what is in
-no table is a defect of ours, a 500 that tells nothing else.
+A format maps an error to a status, a JSON document and headers, by a table of error types; an error in no
+table is a defect of the server, answered with 500 and no details.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from etude.errors import AgentError, EtudeError, InfrastructureError, UserError
 from etude.serving.access import AccessError
 
 RETRY_S = 1.0
-"""When to come back, where an error that asks for that does not say it."""
+"""Default `retry-after` of errors that ask the client to retry."""
 _SHOWN_CHARACTERS = 1000
 
 ErrorAnswer = tuple[int, dict[str, Any], Mapping[str, str]]
@@ -28,20 +28,20 @@ class BodyTooLargeError(UserError):
 
 
 class RouteError(UserError):
-    """No such path, or not with this method."""
+    """No such path, or the path does not support this method."""
 
     status = 404
 
 
 class ErrorShape(Protocol):
-    """How a server answers errors."""
+    """A format in which a server answers errors."""
 
     def describe(self, error: BaseException) -> ErrorAnswer:
         """Status, document and headers for an error."""
         ...
 
     def responses(self) -> dict[int | str, dict[str, Any]]:
-        """The errors of every route as OpenAPI describes them, by status."""
+        """The OpenAPI descriptions of the errors that every route may answer, by status."""
         ...
 
 
@@ -62,8 +62,8 @@ class OwnErrors:
         statuses: Mapping[type[BaseException], int],
         encode: Callable[[BaseException], dict[str, Any]] | None = None,
     ) -> None:
-        """`statuses`: by type, the first that fits, before those of the base classes. `encode`: the object
-        of an error, `encode_error` without one."""
+        """`statuses`: by error type; the first match counts, before the default table. `encode`: encodes an
+        error as an object; default `encode_error`."""
         self._statuses = [*statuses.items(), *_OWN]
         self._encode = encode or encode_error
 
@@ -78,14 +78,14 @@ class OwnErrors:
 
 
 OpenAIKinds = Sequence[tuple[type[EtudeError], int, str, str | None]]
-"""Type of error, HTTP status, OpenAI's `type` and `code`; the first that fits counts."""
+"""Type of error, HTTP status, OpenAI's `type` and `code`; the first match counts."""
 
 
 class OpenAIErrors:
     """OpenAI's error object: `{"error": {"message", "type", "param", "code"}}`. Implements `ErrorShape`."""
 
     def __init__(self, kinds: OpenAIKinds) -> None:
-        """`kinds`: the last one fits every EtudeError, as a rule."""
+        """`kinds`: the last one usually matches every EtudeError."""
         self._kinds = kinds
 
     def describe(self, error: BaseException) -> ErrorAnswer:
@@ -116,14 +116,14 @@ KINDS: Mapping[str, type[EtudeError]] = {
     for name, kind in vars(etude.errors).items()
     if isinstance(kind, type) and issubclass(kind, EtudeError)
 }
-"""The errors that cross as themselves where no others are named."""
+"""The default error types that are encoded under their own names."""
 
 
 def encode_error(error: BaseException, known: Container[str] = KINDS) -> dict[str, Any]:
-    """`kind`, `message`, `field`, `received` and `fix` of an error, for our own shape.
+    """`kind`, `message`, `field`, `received` and `fix` of an error, for our own format.
 
-    `known`: names of the kinds that clients know; others cross as the nearest base. What is neither an
-    EtudeError nor a TimeoutError is a fault of the server.
+    `known`: names of the types that clients know; others are encoded as their nearest base. An exception that
+    is neither an EtudeError nor a TimeoutError is encoded as a failure of the server.
     """
     if isinstance(error, TimeoutError):
         return {"kind": "TimeoutError", "message": str(error), "field": None, "received": None, "fix": None}
@@ -144,7 +144,7 @@ def decode_error(
     known: Mapping[str, type[EtudeError]] = KINDS,
     otherwise: type[EtudeError] = InfrastructureError,
 ) -> EtudeError | TimeoutError:
-    """The typed error that `encode_error` wrote; `otherwise`: of unknown kinds and what cannot be read."""
+    """The typed error that `encode_error` encoded; `otherwise`: the type for unknown or unreadable ones."""
     if not isinstance(raw, dict) or not isinstance(raw.get("message"), str):
         return otherwise("the server sent no readable error", field="server", received=plain(raw))
     if raw.get("kind") == "TimeoutError":
@@ -154,7 +154,7 @@ def decode_error(
 
 
 def plain(value: object) -> object:
-    """A value as JSON carries it; what it cannot carry, or what is long, as the beginning of its repr."""
+    """A value as JSON represents it; if that is impossible or long, the beginning of its repr."""
     try:
         text = json.dumps(value)
         if len(text) <= _SHOWN_CHARACTERS:
@@ -165,7 +165,7 @@ def plain(value: object) -> object:
 
 
 def shorten(text: str) -> str:
-    """As much of a text as an answer gives back of what was sent."""
+    """Truncates a text from a request to the length that an answer may echo."""
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
 
 
@@ -175,12 +175,12 @@ def _words_of(error: EtudeError) -> str:
 
 
 def _field_of(error: EtudeError) -> str | None:
-    """A field may be of a client's naming."""
+    """The error's field, shortened: a client may have chosen its name."""
     return None if error.field is None else shorten(error.field)
 
 
 def _headers(error: BaseException, status: int) -> Mapping[str, str]:
-    """`retry-after` of an error that says how long to wait, and of each that asks to come back."""
+    """`retry-after` for an error with a waiting time, and for every 503."""
     seconds = getattr(error, "retry_after_s", RETRY_S if status == 503 else None)
     return {} if seconds is None else {"retry-after": str(max(1, math.ceil(seconds)))}
 

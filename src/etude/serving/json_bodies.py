@@ -1,7 +1,7 @@
-"""JSON that a client sends: bounded in what it holds, and read off the event loop where it is large.
+"""Parses JSON bodies with limits on the number and nesting of values.
 
-Python reads JSON without letting another thread run meanwhile, so a body of many small values holds up the
-whole process wherever it is read. Their number is therefore counted beforehand, which takes little.
+Python's JSON parser holds the GIL, so a body of many small values stalls the whole process in whatever thread
+it is parsed. The number of values is therefore counted before parsing, which is cheap.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from typing import Any, NoReturn
 from etude.errors import UserError
 
 MOST_VALUES = 1 << 20
-"""Values in one body, those within values included."""
+"""Most values in one body, nested ones included."""
 MOST_LEVELS = 200
-"""Values within values."""
+"""Most levels of nesting."""
 _UNIT = re.compile(rb'([^"]*+)(?:"(?:[^"\\]++|\\.)*+"?)?', re.DOTALL)
-"""What stands outside of strings, and the string behind it."""
+"""Text outside of strings, and the string that follows it."""
 
 
 def parse_json(data: bytes | bytearray | memoryview) -> Any:
-    """The value of a body. Raises UserError for what is no JSON (infinite numbers are none), or holds more
-    than `MOST_VALUES` or `MOST_LEVELS`."""
+    """Parses a body. Raises UserError for invalid JSON (infinite numbers are invalid), and for more than
+    `MOST_VALUES` values or `MOST_LEVELS` levels."""
     data = bytes(data)
     check_values(data)
     try:
@@ -40,7 +40,7 @@ def parse_json(data: bytes | bytearray | memoryview) -> Any:
 
 
 def check_values(data: bytes) -> None:
-    """Raises UserError for JSON of more than `MOST_VALUES`. Strings may hold what they like."""
+    """Raises UserError for JSON with more than `MOST_VALUES` values. Contents of strings do not count."""
     if data.count(b",") + data.count(b"[") + data.count(b"{") <= MOST_VALUES:
         return
     num_values = 0
@@ -52,7 +52,7 @@ def check_values(data: bytes) -> None:
 
 
 def is_too_deep(value: object) -> bool:
-    """Whether a JSON value is nested so deeply that comparing or writing it would need too much stack."""
+    """Whether a JSON value is nested so deeply that comparing or encoding it could overflow the stack."""
     level: list[object] = [value]
     for _ in range(MOST_LEVELS):
         level = [

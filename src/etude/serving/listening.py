@@ -1,4 +1,4 @@
-"""Addresses that a server listens on, checked and taken before anything is started."""
+"""Checks a server's address and binds its sockets before anything else is started."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from etude.errors import ConfigError
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches an address."""
+    """Whether an address is reachable only from this machine."""
     if host == "localhost":
         return True
     try:
@@ -23,24 +23,24 @@ def is_loopback(host: str) -> bool:
 
 
 def check_host(host: str, guarded: bool, message: str, fix: str) -> None:
-    """Raises ConfigError for an address that others reach, unless the server is `guarded` against them."""
+    """Raises ConfigError for an address that other hosts can reach, unless the server is `guarded`."""
     if not guarded and not is_loopback(host):
         raise ConfigError(message, field="host", received=host, fix=f"{fix}, or bind to 127.0.0.1")
 
 
 def check_token(host: str, has_token: bool) -> None:
-    """Raises ConfigError for an address that others reach, where no token is asked for."""
+    """Raises ConfigError for an address that other hosts can reach, if no token is required."""
     check_host(host, has_token, "other hosts can reach this address, and there is no token", "give a token")
 
 
 def open_listeners(host: str, port: int) -> list[socket.socket]:
     """Sockets bound to an address, not listening yet; `port` 0: any that is free.
 
-    Raises ConfigError that names the port if it is taken or may not be used, or the host if it is none of
-    this machine's.
+    Raises ConfigError that names the port if it is in use or not permitted, or the host if it is not an
+    address of this machine.
     """
     try:
-        # By the protocol's number asyncio knows to send at once.
+        # asyncio sets TCP_NODELAY only on sockets whose protocol number is TCP's.
         found = socket.getaddrinfo(
             host.strip("[]"), port, type=socket.SOCK_STREAM, proto=socket.IPPROTO_TCP, flags=socket.AI_PASSIVE
         )
@@ -66,7 +66,7 @@ def open_listeners(host: str, port: int) -> list[socket.socket]:
 
 
 def accepted_hosts(listeners: Sequence[socket.socket], configured: Sequence[str]) -> frozenset[str]:
-    """The names by which a server may be asked, besides the address at which a connection arrives."""
+    """The host names that a server accepts, besides the address at which a connection arrives."""
     on_all = any(listener.getsockname()[0] in ("0.0.0.0", "::") for listener in listeners)
     return frozenset((*configured, *((socket.gethostname(),) if on_all else ())))
 
@@ -105,6 +105,7 @@ def _not_bound(host: str, port: int, error: OSError) -> ConfigError:
 
 
 def say(name: str, words: str) -> None:
-    """Not by way of a log: the program that starts a server waits for this, if it is still there."""
+    """Prints a line on stderr, not through logging: the program that starts a server waits for it, if it
+    still runs."""
     with contextlib.suppress(OSError):
         print(f"{name}: {words}", file=sys.stderr, flush=True)

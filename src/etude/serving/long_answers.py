@@ -1,9 +1,9 @@
-"""Answers that take long, with signs of life in between.
+"""Answers of long calls, as a stream of frames with heartbeats.
 
-A `LongAnswer` waits for: the work, the client's departure, output, the next beat. A client that leaves
-cancels the work (a command ends), unless the work must be finished (a snapshot is). Nothing piles up:
-output that the client does not take in time is dropped and counted, and a client that takes nothing at
-all is gone after `STALL_S`.
+A `LongAnswer` waits for: the work, the client's disconnect, output, the next heartbeat. A disconnect cancels
+the work (as of a command), unless the work must be finished (as of a snapshot). Buffers are bounded: output
+that the client does not read in time is dropped and counted, and a client that reads nothing for `STALL_S`
+counts as disconnected.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from etude.errors import EtudeError
-from etude.serving.application import STALL_S, Json, until_gone
+from etude.serving.application import STALL_S, Json, until_disconnected
 from etude.serving.errors import ErrorShape
 from etude.serving.messages import BEAT_S, FRAMES, Encoded, Header
 
 _log = logging.getLogger("etude.serving")
 
 BUFFER_BYTES = 4 << 20
-"""Output of one command that waits for its client; what comes beyond it is dropped."""
+"""Most buffered output of one command; output beyond it is dropped."""
 
 Work = Coroutine[Any, Any, Encoded]
 Pack = Callable[[Header, bytes], bytes]
-"""Makes a frame of a header and bytes."""
+"""Encodes a header and bytes as a frame."""
 
 
 class OutputBuffer:
-    """Frames on their way from a command to its client; bounded."""
+    """A bounded buffer of a command's output, between the command and its client."""
 
     def __init__(self, pack: Pack, limit_bytes: int = BUFFER_BYTES) -> None:
         self._pack = pack
@@ -44,10 +44,10 @@ class OutputBuffer:
         self._dropped_bytes = 0
         self._something = asyncio.Event()
         self.finished = asyncio.Event()
-        """Set when no more output comes, or nobody wants it."""
+        """Set when no more output comes, or when it is no longer read."""
 
     def put(self, fd: int, data: bytes) -> None:
-        """Takes output in; what does not fit is dropped."""
+        """Adds output; what does not fit is dropped."""
         if self.finished.is_set():
             return
         room = self._limit_bytes - self._held_bytes
@@ -61,7 +61,7 @@ class OutputBuffer:
         self._something.set()
 
     def put_frame(self, header: Header) -> None:
-        """Takes a whole frame in; one that does not fit is left out."""
+        """Adds a whole frame, unless it does not fit."""
         frame = self._pack(header, b"")
         if not self.finished.is_set() and self._held_bytes + len(frame) <= self._limit_bytes:
             self._frames.append(frame)
@@ -69,16 +69,16 @@ class OutputBuffer:
             self._something.set()
 
     def finish(self) -> None:
-        """See `finished`."""
+        """Sets `finished` and wakes `wait`."""
         self.finished.set()
         self._something.set()
 
     async def wait(self) -> None:
-        """Returns when there is something to take, or the end."""
+        """Waits until there are frames, or until the output is finished."""
         await self._something.wait()
 
-    def take(self) -> list[bytes]:
-        """The frames of everything that is held."""
+    def pop_frames(self) -> list[bytes]:
+        """Empties the buffer; its contents as frames."""
         frames, self._frames = self._frames, []
         frames += [self._pack({"event": "output", "fd": fd}, bytes(data)) for fd, data in self._pieces]
         if self._dropped_bytes:
@@ -91,7 +91,7 @@ class OutputBuffer:
 
 
 class LongAnswer(Response):
-    """Runs `work` and answers with frames, the last of them its result or its error."""
+    """A response that runs `work` and streams frames, the last of them its result or its error."""
 
     def __init__(
         self,
@@ -107,10 +107,10 @@ class LongAnswer(Response):
         cleanup: Callable[[], Awaitable[None]] | None = None,
         on_error: Callable[[BaseException], None] = lambda error: None,
     ) -> None:
-        """`finish`: takes over the work whose result no client took; without it the work is cancelled.
+        """`finish`: takes over the work if its result was not delivered; without it the work is cancelled.
 
-        `plain`: the client reads JSON, not frames; it gets no signs of life. `first`: a frame that is sent
-        at once. `tail`: frames between the end of the work and its result. `cleanup` is called at the end.
+        `plain`: the client reads JSON, not frames, and gets no heartbeats. `first`: a frame that is sent at
+        once. `tail`: frames between the end of the work and its result. `cleanup` is called at the end.
         """
         super().__init__()
         self._work = work
@@ -126,10 +126,10 @@ class LongAnswer(Response):
         self._begun = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """The answer as ASGI sends it."""
+        """Sends the answer by ASGI."""
         work = asyncio.ensure_future(self._work)
-        work.add_done_callback(self._note_error)
-        gone = asyncio.ensure_future(until_gone(receive))
+        work.add_done_callback(self._report_error)
+        gone = asyncio.ensure_future(until_disconnected(receive))
         delivered = False
         try:
             if self._first is None or await self._send(send, self._first):
@@ -151,7 +151,7 @@ class LongAnswer(Response):
                 await self._cleanup()
 
     async def _relay(self, work: asyncio.Task[Encoded], gone: asyncio.Task[None], send: Send) -> None:
-        """Sends output and beats until the work or the client has ended."""
+        """Sends output and heartbeats until the work ends or the client disconnects."""
         output = self._output
         while not work.done() and not gone.done():
             waiting: set[asyncio.Future[Any]] = {work, gone}
@@ -164,7 +164,7 @@ class LongAnswer(Response):
                     future.cancel()
             if gone.done():
                 return
-            frames = [] if output is None else output.take()
+            frames = [] if output is None else output.pop_frames()
             if not frames and not done and not self._plain:
                 frames = [self._pack({"event": "beat"}, b"")]
             for frame in frames:
@@ -174,14 +174,14 @@ class LongAnswer(Response):
     async def _conclude(
         self, work: asyncio.Task[Encoded], scope: Scope, receive: Receive, send: Send
     ) -> bool:
-        """Sends the end of the answer. False if the client did not take it."""
+        """Sends the end of the answer. False if the client did not receive it."""
         error = asyncio.CancelledError() if work.cancelled() else work.exception()
         if not self._begun and (self._plain or error is not None):
             status, body, _ = (200, work.result()[0], {}) if error is None else self._errors.describe(error)
             answer = Json(body, status)
             await answer(scope, receive, send)
             return True
-        for frame in [] if self._output is None else self._output.take():
+        for frame in [] if self._output is None else self._output.pop_frames():
             if not await self._send(send, frame):
                 return False
         if error is None:
@@ -198,8 +198,8 @@ class LongAnswer(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
         return True
 
-    def _note_error(self, work: asyncio.Task[Encoded]) -> None:
-        """The error goes to the client if there still is one, and to the log if the server is at fault."""
+    def _report_error(self, work: asyncio.Task[Encoded]) -> None:
+        """Calls `on_error` with what the work raised, and logs it if the server is at fault."""
         if work.cancelled() or (error := work.exception()) is None:
             return
         self._on_error(error)
@@ -207,7 +207,7 @@ class LongAnswer(Response):
             _log.error("a request failed", exc_info=error)
 
     async def _send(self, send: Send, frame: bytes) -> bool:
-        """False if the client takes nothing any longer."""
+        """Sends a frame. False if the client does not receive any more."""
         try:
             async with asyncio.timeout(STALL_S):
                 if not self._begun:

@@ -1,4 +1,4 @@
-"""What our servers and their clients send each other: fields of requests, streams of frames."""
+"""Message formats between our servers and clients: fields of requests, streams of frames."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from etude.serving.errors import plain
 
 Header = dict[str, Any]
 Encoded = tuple[Any, bytes]
-"""A value of a JSON header, and bytes beside it."""
+"""A JSON value, and the payload bytes that accompany it."""
 
 FRAMES = "application/vnd.etude.frames"
 """Media type of a stream of frames."""
 BEAT_S = 5.0
-"""How often a server that works on a call says so. Three missed beats mean that it is lost."""
+"""Interval of a server's heartbeats during a long call. Three missed ones mean that it is lost."""
 
 MOST_NUMBER = 1e300
-"""Whole numbers of JSON may be larger than any that Python can reckon with."""
+"""Largest integer accepted for a float field: JSON integers may be too large for a Python float."""
 
 Fields = Mapping[str, tuple[type, ...]]
-"""Name -> the types that its value may have; `type(None)` among them: it may be left out."""
+"""Name -> the types that its value may have; with `type(None)` among them the field is optional."""
 
 
-def checked(raw: object, fields: Fields) -> Header:
-    """The fields of a request, ready to be passed on by name. Raises UserError that names the culprit."""
+def check_fields(raw: object, fields: Fields) -> Header:
+    """Validates a request's fields and returns them as keyword arguments. Raises UserError for a field."""
     if not isinstance(raw, dict):
         raise UserError("a request is a JSON object", field="body", received=plain(raw), fix="send an object")
     unknown = sorted(set(raw) - set(fields))
@@ -42,8 +42,8 @@ def checked(raw: object, fields: Fields) -> Header:
     return {name: raw[name] for name in fields if name in raw}
 
 
-def strings(value: object, field: str) -> list[str]:
-    """A list of strings. Raises UserError."""
+def check_strings(value: object, field: str) -> list[str]:
+    """Returns `value` if it is a list of strings. Raises UserError."""
     if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
         raise UserError(
             "must be a list of strings", field=field, received=plain(value), fix="correct the value"

@@ -1,4 +1,4 @@
-"""Counters, gauges and histograms of a server, as `prometheus_client` writes them."""
+"""Counters, gauges and histograms of a server in Prometheus' text format."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from itertools import accumulate
 from types import SimpleNamespace
 
 LATENCY_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
-"""Upper ends of a histogram's buckets, where no others are given."""
+"""Default upper bounds of a histogram's buckets."""
 
 Labels = tuple[tuple[str, str], ...]
 
 
 class Metrics:
-    """Counts and times of one server, for one event loop."""
+    """The counters and histograms of one server, for one event loop."""
 
     def __init__(
         self,
@@ -24,8 +24,8 @@ class Metrics:
         counters: Mapping[str, str] | None = None,
         histograms: Mapping[str, tuple[tuple[float, ...], str]] | None = None,
     ) -> None:
-        """`server`: prefix of what the middleware measures. `counters`: descriptions by name; these are shown
-        from the start. `histograms`: upper ends of the buckets and description by name."""
+        """`server`: prefix of the middleware's metrics. `counters`: descriptions by name, shown from the
+        start. `histograms`: upper bounds of the buckets and description by name."""
         self.server = server
         self._histograms = dict(histograms or {})
         self._words = {**(counters or {}), **{name: words for name, (_, words) in self._histograms.items()}}
@@ -41,7 +41,7 @@ class Metrics:
         self._counts[name, tuple(sorted(labels.items()))] += num
 
     def observe(self, name: str, seconds: float, num: int = 1, **labels: str) -> None:
-        """Adds `num` times of `seconds` each to the histogram `name`."""
+        """Adds `num` observations of `seconds` each to the histogram `name`."""
         ends = self._ends(name)
         key = name, tuple(sorted(labels.items()))
         buckets, total_s = self._times.setdefault(key, ([0] * (len(ends) + 1), [0.0]))
@@ -49,7 +49,7 @@ class Metrics:
         total_s[0] += seconds * num
 
     def total(self, name: str) -> int:
-        """A counter's value, all labels together."""
+        """A counter's value, summed over all labels."""
         return sum(num for (known, _), num in self._counts.items() if known == name)
 
     def text(
@@ -57,9 +57,9 @@ class Metrics:
         gauges: Mapping[tuple[str, Labels], float] | Mapping[str, float] | None = None,
         is_shown: Callable[[Labels], bool] = lambda labels: True,
     ) -> str:
-        """Everything in Prometheus' text format; `gauges`: what is read at this moment, by name, or by name
-        and labels. `is_shown`: leaves rows out by their labels."""
-        # Not at the top: engines without a server count too.
+        """All metrics in Prometheus' text format; `gauges`: values read now, by name, or by name and labels.
+        `is_shown`: filters counters by their labels."""
+        # Imported here because engines without a server also use this class.
         from prometheus_client import Metric, generate_latest
 
         families: dict[str, Metric] = {}

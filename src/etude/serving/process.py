@@ -1,9 +1,9 @@
-"""An application as a process: ready, serving, draining, ended.
+"""Runs an application as a server process: starting, serving, draining, ended.
 
     listeners --> application starts --> "NAME: ready at http://HOST:PORT" --> serves --> drains --> ends
 
-The address is taken before anything is started, so that a port that is busy costs one line. The first
-SIGTERM (or SIGINT) drains: nothing new begins, what lives may finish within `drain_s`. Then, or at a second
+The address is bound before anything is started, so that a port in use is reported at once. The first SIGTERM
+(or SIGINT) drains: no new work is accepted, running work may finish within `drain_s`. Then, or at a second
 signal, the process ends.
 """
 
@@ -32,29 +32,29 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from etude.errors import ConfigError, InfrastructureError
 from etude.serving.listening import accepted_hosts, open_listeners, say
 
-_LOOK_S = 0.2
+_POLL_S = 0.2
 _CLOSE_S = 10.0
 _START_S = 60.0
 _MOST_CONNECTIONS = 1 << 14
 
 
 class Drainable(Protocol):
-    """The state of a server that can be asked to take nothing new."""
+    """The state of a server that can refuse new work."""
 
     draining: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Draining:
-    """How a server ends: what it waits for, and for how long."""
+    """How a server shuts down: what it waits for, and for how long."""
 
-    held: str
-    """What it holds, in words."""
+    awaited: str
+    """What it waits for, as a plural noun for messages, such as `sessions`."""
     drain_s: float
     state: Drainable | None
-    """What refuses everything new once it is draining."""
+    """Refuses new work while its `draining` is set."""
     is_busy: Callable[[], bool | Awaitable[bool]]
-    """Whether some of `held` are still there."""
+    """Whether some of what it waits for still runs."""
 
 
 async def run_server(
@@ -68,10 +68,10 @@ async def run_server(
     certificate: Path | None = None,
     key: Path | None = None,
 ) -> None:
-    """Serves an application until a signal ends it; says on stderr when and where it is ready.
+    """Serves an application until a signal ends it; prints its address on stderr when it is ready.
 
-    Takes the listeners over. `note`: what else to say of it then. `allowed_hosts`: names by which it may be
-    asked, besides the address of the connection; this machine's too where it listens on all addresses.
+    Closes the listeners at the end. `note`: text behind that address. `allowed_hosts`: accepted host names,
+    besides the address of the connection, and this machine's name if the server listens on all addresses.
     Raises ConfigError for a certificate that cannot be used.
     """
     try:
@@ -86,10 +86,10 @@ async def run_server(
 def configure(
     app: ASGIApp, certificate: Path | None = None, key: Path | None = None, close_s: int = 2
 ) -> uvicorn.Config:
-    """How every server of ours runs: with as many open files as the machine allows, half of them for
-    connections, and no connection for ever that sends no request.
+    """The uvicorn configuration of every server: the most open files that the process may have, half of them
+    for connections, and a time limit for request headers.
 
-    `close_s`: what is being answered at the end may take so long. Raises ConfigError for a certificate that
+    `close_s`: how long requests in flight may take at shutdown. Raises ConfigError for a certificate that
     cannot be used.
     """
     if key is not None and certificate is None:
@@ -98,7 +98,7 @@ def configure(
         )
     config = uvicorn.Config(
         app,
-        http=HeadTimedProtocol,
+        http=HeaderTimeoutProtocol,
         log_level="warning",
         access_log=False,
         limit_concurrency=min(_raise_file_limit() // 2, _MOST_CONNECTIONS),
@@ -121,16 +121,16 @@ def configure(
 
 
 def _raise_file_limit() -> int:
-    """Raises the limit on open files to the most that this process may have; that number."""
+    """Raises the soft limit on open files to the hard limit, and returns it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     return hard if hard != resource.RLIM_INFINITY else _MOST_CONNECTIONS * 2
 
 
-class HeadTimedProtocol(H11Protocol):
-    """uvicorn's connection, which has to send the whole head of a request within `head_s` of its beginning
-    and of its last answer; uvicorn itself waits for ever once it has got a first byte."""
+class HeaderTimeoutProtocol(H11Protocol):
+    """uvicorn's connection with a time limit: a client must send all headers of a request within `head_s` of
+    connecting or of the last answer. uvicorn itself waits without limit after the first byte."""
 
     head_s = 20.0
     _deadline: asyncio.TimerHandle | None = None
@@ -141,7 +141,7 @@ class HeadTimedProtocol(H11Protocol):
         self._expect_head()
 
     def on_response_complete(self) -> None:
-        """The next request may come."""
+        """Restarts the time limit for the next request."""
         super().on_response_complete()
         self._expect_head()
 
@@ -158,23 +158,23 @@ class HeadTimedProtocol(H11Protocol):
 
     def _check_head(self) -> None:
         is_answering = self.cycle is not None and not self.cycle.response_complete
-        if self in self.connections and not is_answering:  # a web socket has left the connections
+        if self in self.connections and not is_answering:  # an upgraded WebSocket is no longer in it
             self.transport.close()
 
 
-class _ServerBeside(uvicorn.Server):
-    """uvicorn's server beside something else in its process, to which signals are."""
+class _EmbeddedServer(uvicorn.Server):
+    """uvicorn's server as a part of a process that handles signals itself."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
-        """Leaves them alone."""
+        """Installs no signal handlers."""
         yield
 
 
 @asynccontextmanager
 async def served(app: FastAPI) -> AsyncIterator[str]:
-    """The address of an application on a free port of the loopback address, in this event loop."""
-    server = _ServerBeside(configure(app))
+    """Serves an application in this event loop on a free port of 127.0.0.1; yields its URL."""
+    server = _EmbeddedServer(configure(app))
     listeners = open_listeners("127.0.0.1", 0)
     running = asyncio.ensure_future(server.serve(listeners))
     try:
@@ -192,7 +192,7 @@ async def served(app: FastAPI) -> AsyncIterator[str]:
 
 
 class ServerThread:
-    """An application's server in a thread of its own: for one process that is server and more."""
+    """An application's server in a thread of its own, for a process that does other work too."""
 
     def __init__(
         self,
@@ -203,8 +203,8 @@ class ServerThread:
         key: Path | None = None,
         allowed_hosts: Sequence[str] = (),
     ) -> None:
-        """`port` 0: any that is free. `allowed_hosts`: see `run_server`; `host` is one.
-        `certificate`, `key`: PEM files, for https. Raises ConfigError where the address or the certificate
+        """`port` 0: any free port. `allowed_hosts`: see `run_server`; `host` is always accepted.
+        `certificate`, `key`: PEM files, for https. Raises ConfigError if the address or the certificate
         cannot be used."""
         self._server = uvicorn.Server(configure(app, certificate, key))
         self._listeners = open_listeners(host, port)
@@ -236,10 +236,10 @@ class ServerThread:
 
 
 class DrainingServer(uvicorn.Server):
-    """uvicorn's server, which says when it is ready, and waits for what it holds before it ends."""
+    """uvicorn's server, which announces that it is ready, and waits for running work before it ends."""
 
     def __init__(self, config: uvicorn.Config, name: str, draining: Draining, note: str = "") -> None:
-        """`name`: what it is called in what it says; `note`: said behind its address."""
+        """`name`: the server's name in printed lines; `note`: printed behind its address."""
         super().__init__(config)
         self._name = name
         self._note = note
@@ -248,7 +248,7 @@ class DrainingServer(uvicorn.Server):
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Starts the application, listens, and says so."""
+        """Starts the application, listens, and prints the addresses."""
         await super().startup(sockets)
         if self.started:
             scheme = "https" if self.config.is_ssl else "http"
@@ -257,7 +257,7 @@ class DrainingServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
-        """Signals drain; they are not raised again afterwards, since an asked-for end is no failure."""
+        """Drains on signals, and does not raise them again afterwards: a requested end is no failure."""
         self._loop = asyncio.get_running_loop()
         before = {
             number: signal.signal(number, self.handle_exit) for number in (signal.SIGTERM, signal.SIGINT)
@@ -285,20 +285,20 @@ class DrainingServer(uvicorn.Server):
             draining.state.draining = True
         say(
             self._name,
-            f"ending once its {draining.held} have, in {draining.drain_s:g} s at the latest; "
+            f"ending once its {draining.awaited} have, in {draining.drain_s:g} s at the latest; "
             "a second signal does not wait",
         )
         try:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(draining.drain_s):
                     while await self._is_busy():  # noqa: ASYNC110
-                        # What is held ends in many places, none of which knows of this.
-                        await asyncio.sleep(_LOOK_S)
+                        # The work ends in many places, none of which knows that the server drains.
+                        await asyncio.sleep(_POLL_S)
         finally:
             self.should_exit = True
 
     async def _is_busy(self) -> bool:
-        """Whether something is held; for what cannot be asked it is taken to be so."""
+        """Whether work is still running; True if that cannot be found out."""
         try:
             busy = self._draining.is_busy()
             return busy if isinstance(busy, bool) else await busy

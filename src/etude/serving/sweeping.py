@@ -1,4 +1,4 @@
-"""What a server does again and again while it runs, such as ending what nobody goes on with."""
+"""Periodic maintenance of a server, such as ending idle sessions."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ _SHORTEST_S = 0.05
 async def sweeping(
     sweep: Callable[[], Awaitable[object]], idle_s: float, most_s: float
 ) -> AsyncIterator[None]:
-    """Calls `sweep` until the block ends: twice within `idle_s`, the time after which something is idle, and
-    at least once in `most_s`. What `sweep` raises ends the sweeping, and is raised at the block's end."""
+    """Calls `sweep` periodically until the block ends: twice within `idle_s`, the idle timeout, and at least
+    once in `most_s`. An error of `sweep` ends the sweeping, and is raised at the end of the block."""
 
     async def run() -> None:
         while True:

@@ -1,4 +1,4 @@
-"""Files of tokens: read, and made where there are none."""
+"""Reads token files, and creates those that do not exist."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _TOKEN_BYTES = 32
 
 
 def read_token(path: Path, server: str = "sandbox server") -> str:
-    """The token in a file; a new one is written (mode 0600) if there is no file, and its path printed.
+    """The token in a file; if there is no file, writes a new token (mode 0600) and prints the file's path.
 
-    The token itself is not printed: logs are read by others. `server`: who says so. Raises ConfigError for
-    a file that others may read, or that holds no token.
+    The token itself is not printed, as others may read the logs. `server`: the name in the printed line.
+    Raises ConfigError for a file that other users may read, or that has no token.
     """
     token = _make_token(path, "", server) or read_secret(f"file:{path}", "token_file")
     assert token is not None, "read_secret raises where there is none"
@@ -27,7 +27,7 @@ def read_token(path: Path, server: str = "sandbox server") -> str:
 def read_tenants(path: Path, field: str = "tenants") -> dict[str, str]:
     """Token -> tenant, from lines `TENANT TOKEN`; `#` begins a comment.
 
-    Raises ConfigError for a file that others may read, a line of another form, or a token that two have.
+    Raises ConfigError for a file that other users may read, a malformed line, or a token that occurs twice.
     """
     tokens: dict[str, str] = {}
     for number, line in enumerate(read_private(path, field).splitlines(), 1):
@@ -48,8 +48,8 @@ def read_tenants(path: Path, field: str = "tenants") -> dict[str, str]:
 
 
 def read_or_make_tenants(path: Path, server: str) -> dict[str, str]:
-    """See `read_tenants`; without a file one is made (mode 0600) with a token for `local`. `server`: who says
-    so."""
+    """As `read_tenants`; if there is no file, writes one (mode 0600) with a new token for `local`. `server`:
+    the name in the printed line."""
     made = _make_token(path, "local ", server)
     return {made: "local"} if made is not None else read_tenants(path, "token_file")
 

@@ -1,4 +1,4 @@
-"""Tasks as files: Harbor directories, read and written, and tasks made from projects (`making`)."""
+"""Reading and writing tasks as Harbor directories, and generating tasks from projects (`making`)."""
 
 from etude.tasks.harbor import read_harbor, write_harbor
 

@@ -1,4 +1,4 @@
-"""Directories of a task as tar files: with their modes and links, and the same bytes each time."""
+"""Packs a task's directories into tar files, with modes and links; equal directories give equal bytes."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from etude.errors import TaskError
 
 MAX_ARCHIVE_BYTES = 64 << 20
 _TIME_S = 946_684_800
-"""Of every entry: the year 2000. Programs that unpack archives complain of 1970."""
+"""Modification time of every entry: the year 2000, as some unpackers warn about 1970."""
 
 
 def pack_directories(
     tops: Sequence[Path], script: str, *, needs_script: bool = True, without: str = ""
 ) -> bytes:
-    """Tar file of what lies below `tops`, a later one over those before, but for the file `without`; its file
-    `script` can be executed.
+    """Tar file of the contents of `tops`, later ones overlaying earlier ones, without the file `without`; the
+    file `script` is made executable.
 
-    Raises TaskError without the script, where it is needed, for one with CRLF line ends, for what is neither
-    file, directory nor a link within its top, and for more than MAX_ARCHIVE_BYTES.
+    Raises TaskError for a missing script if `needs_script`, for one with CRLF line ends, for anything but
+    files, directories and links within their top directory, and for more than MAX_ARCHIVE_BYTES.
     """
     found: dict[str, tuple[Path, Path]] = {}
     for top in tops:
@@ -32,7 +32,7 @@ def pack_directories(
         found |= {relative.as_posix(): row for relative, row in here.items()}
     name = tops[-1].name
     if needs_script and not (script in found and found[script][0].is_file()):
-        raise refused_in(tops[-1].parent, f"{name}/{script}", "file is missing", f"add {name}/{script}")
+        raise directory_error(tops[-1].parent, f"{name}/{script}", "file is missing", f"add {name}/{script}")
     rows, total = list[tuple[tarfile.TarInfo, bytes]](), 0
     for relative, (path, top) in sorted(found.items(), key=lambda row: Path(row[0])):
         if relative == without:
@@ -59,7 +59,7 @@ def pack_directories(
 
 
 def pack_texts(files: Mapping[str, str]) -> bytes:
-    """Tar file of texts by their paths."""
+    """Tar file of text files: path -> text."""
     return _pack((tarfile.TarInfo(path), text.encode()) for path, text in files.items())
 
 
@@ -72,8 +72,8 @@ def _pack(rows: Iterable[tuple[tarfile.TarInfo, bytes]]) -> bytes:
     return buffer.getvalue()
 
 
-def refused_in(directory: Path, field: str, message: str, fix: str) -> TaskError:
-    """The error for a file or field of the task in a directory."""
+def directory_error(directory: Path, field: str, message: str, fix: str) -> TaskError:
+    """The error for a file or field of the task in `directory`."""
     return TaskError(message, field=field, received=str(directory), fix=fix)
 
 

@@ -1,7 +1,7 @@
-"""How hard tasks are, by the share of a model's sessions that pass: written into their `task.toml`.
+"""Writes the measured difficulty of tasks, from a model's pass rate, into their `task.toml`.
 
 [metadata]
-difficulty = "medium"                       by that share; where none passed, as it was
+difficulty = "medium"                       by the pass rate; unchanged if no session passed
 calibration = "3 of 8 sessions pass"        or "not calibrated"
 """
 
@@ -22,9 +22,9 @@ _TABLE = "[metadata]"
 
 
 def calibrate(directory: Path, num_passed: int, num_sessions: int) -> None:
-    """Writes into a Harbor task directory how many of a model's sessions pass.
+    """Writes a model's pass rate into a Harbor task directory.
 
-    Raises TaskError for a task.toml whose table of metadata cannot be edited; OSError.
+    Raises TaskError if the metadata table of its task.toml cannot be edited; OSError.
     """
     path = directory / "task.toml"
     facts = {"calibration": NOT_CALIBRATED}
@@ -50,7 +50,7 @@ def calibrate(directory: Path, num_passed: int, num_sessions: int) -> None:
 
 
 def find_difficulty(pass_rate: float) -> Difficulty:
-    """The level of a task that a model solves at this rate."""
+    """The difficulty of a task with this pass rate."""
     return "easy" if pass_rate >= _EASY else "medium" if pass_rate >= _MEDIUM else "hard"
 
 

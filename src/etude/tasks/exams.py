@@ -1,8 +1,8 @@
-"""Exams of a task: runs of its tests, some with changed tests, and how each test must end in them.
+"""Exams of a task: runs of its tests, some with changed tests, and the required outcome of each test.
 
-Code of the agent's that test.sh runs can write whatever it likes about how the tests ended, but not know
-what would be right: in the first exam the tests are as they are and must pass; in the others some expect
-something else and must fail. Who judges holds the lists of which; the sandbox has the changed tests alone.
+The agent's code, which test.sh runs, can forge the outcomes of tests, but cannot know the right ones: in the
+first exam the tests are unchanged and must pass; in the others some were changed to expect something else,
+and must fail. Only the judge has the lists of these; the sandbox sees only the changed tests.
 
     tests/exams.json      the exams; never enters a sandbox
     OUTCOMES              what test.sh writes: test -> passed, failed, skipped
@@ -29,15 +29,15 @@ class Exam:
     """One run of test.sh, or of hidden tests that are graded by their values."""
 
     files: Mapping[str, str]
-    """Path below `/tests` -> text, in place of what the archive or the set's `files` have there; of hidden
-    tests, path in the workspace."""
+    """Path below `/tests` -> text, overriding the archive and the set's `files`; for hidden tests, path in
+    the workspace."""
     passing: tuple[str, ...]
     """Tests that must pass."""
     failing: tuple[str, ...] = ()
-    """Tests that must fail: they were changed to expect something else."""
+    """Tests that must fail, as they were changed to expect something else."""
 
     def judge(self, outcomes: Mapping[str, object], without: Collection[str] = ()) -> str | None:
-        """Why what is said of a run does not do; None if it does. `without`: tests that do not count."""
+        """Why the outcomes of a run fail the exam; None if they pass. `without`: tests that do not count."""
         what = "passes at one time and fails at another" if self.failing else "does not pass"
         for test in self.passing:
             if test not in without and outcomes.get(test) != "passed":
@@ -50,22 +50,22 @@ class Exam:
 
 @dataclass(frozen=True, slots=True)
 class ExamSet:
-    """What a task is graded by."""
+    """All exams of a task."""
 
     exams: tuple[Exam, ...] = ()
-    """In order; a run after one that does not do is spared."""
+    """In the order in which they are run; the first failed one ends the grading."""
     open_tests: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Test that must fail before a solution and pass after it, and that no exam guards -> why."""
+    """Test that must fail before a solution and pass after it, and that no exam guards -> the reason."""
     files: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Path below `/tests` -> text in all exams, but for those that have another: so that what is laid there
-    does not tell what is changed."""
+    """Path below `/tests` -> text in all exams that do not override it, so that the set of files does not
+    reveal which tests are changed."""
 
     def files_of(self, exam: Exam) -> dict[str, str]:
-        """What is laid over `/tests` in one of them."""
+        """The files that are written over `/tests` in one exam."""
         return {**self.files, **exam.files}
 
     def to_text(self) -> str:
-        """What `read_exams` reads."""
+        """The JSON text for `read_exams`."""
         return json.dumps(asdict(self), indent=1) + "\n"
 
 
@@ -74,7 +74,7 @@ _EXAM_SET = TypeAdapter(ExamSet)
 
 @lru_cache(256)
 def read_exams(text: str) -> ExamSet:
-    """Reads `tests/exams.json`. Raises TaskError."""
+    """Parses `tests/exams.json`. Raises TaskError."""
     try:
         found = _EXAM_SET.validate_json(text)
     except ValidationError as error:
@@ -88,7 +88,7 @@ def read_exams(text: str) -> ExamSet:
 
 
 def read_outcomes(data: bytes) -> Mapping[str, object] | None:
-    """How tests ended, by what the agent's code may have written; None for what is no such thing."""
+    """Parses the outcomes of tests, which the agent's code may have forged; None if they are invalid."""
     try:
         found = json.loads(data)
     except (ValueError, RecursionError):

@@ -1,22 +1,22 @@
-"""Harbor task directories: written from a task, and read back.
+"""Reads and writes Harbor task directories.
 
-    instruction.md                 the user's words
+    instruction.md                 the user's instruction
     task.toml                      image, time limits, resources, network: see `harbor_fields`
     environment/Dockerfile         builds the image that the agent works in
     tests/test.sh                  the verifier: writes the reward to /logs/verifier/reward.txt or reward.json
     solution/solve.sh              the reference solution
-    steps/NAME/                    of one of its steps: instruction.md, tests/, solution/, workdir/
+    steps/NAME/                    one of its steps: instruction.md, tests/, solution/, workdir/
 
-The layout is Harbor's (harborframework.com/docs/tasks). Ours alone are `docker_image = "host"` (the programs
-of the sandboxes' host, with the files of `environment/workspace`) and the table [metadata.etude]: with
-`grading = "exams"` it is judged by runs of test.sh with changed tests (`exams`); with
-`grading = "values"` by the values that its tests compute, and its directories hold
+The layout is Harbor's (harborframework.com/docs/tasks). Our extensions are `docker_image = "host"` (the
+programs of the sandboxes' host, with the files of `environment/workspace`) and the table [metadata.etude]:
+with `grading = "exams"` the task is graded by runs of test.sh with changed tests (`exams`); with
+`grading = "values"` by the values that its tests compute, and its directories contain
 
     environment/workspace/...      what the agent sees, copied to /workspace
-    tests/hidden/...               laid over /workspace before the verifier runs
+    tests/hidden/...               copied to /workspace before the verifier runs
     solution/files/...             copied to /workspace by the reference solution
 
-`user_facts` in that table are what a simulated user tells an agent who asks.
+`user_facts` in that table are facts that a simulated user tells an agent when asked.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from etude.errors import TaskError
 from etude.kit.durable import whole_directory
 from etude.kit.toml import toml_text
 from etude.records import Task, TaskStep, TestScript
-from etude.tasks.archives import pack_directories, refused_in
+from etude.tasks.archives import directory_error, pack_directories
 from etude.tasks.exams import EXAMS, read_exams
 from etude.tasks.harbor_fields import (
     StepTable,
@@ -41,14 +41,14 @@ from etude.tasks.harbor_fields import (
     at_step,
     check_fields,
     check_graded_by_values,
-    refused,
+    field_error,
 )
 from etude.tasks.harbor_machines import check_host, health_check, read_machine, read_scripts
 
 WORKSPACE = "/workspace"
 REWARD_PATH = "/logs/verifier/reward.txt"
 EVERYWHERE = "/**"
-"""Of `allowed_paths`: the whole root of an image, but for programs and settings (`environment.carrying`)."""
+"""In `allowed_paths`: the whole root of an image, except programs and settings (`environment.carrying`)."""
 
 _NOT_READ = (
     "**/.harborignore",
@@ -56,9 +56,9 @@ _NOT_READ = (
     "steps/*/trajectory.json",
     "environment/docker-compose.yaml",
 )
-"""Patterns of files of Harbor's that change what a task is, and are not honoured."""
+"""Patterns of Harbor's files that change the meaning of a task, and are not supported."""
 _MARKS = ("task.toml", "instruction.md", "tests/test.sh")
-"""Files by one of which a directory is meant as a task."""
+"""A directory with one of these files is intended as a task."""
 _CANARY = re.compile(r"<!--.*canary.*-->|#.*canary.*", re.IGNORECASE)
 _DOCKERFILE = f"""FROM python:3.11-slim
 RUN pip install --no-cache-dir pytest
@@ -82,17 +82,17 @@ fi
 
 
 def write_harbor(task: Task, directory: Path) -> None:
-    """Writes `task` as a Harbor task directory; `directory` appears only when whole.
+    """Writes `task` as a Harbor task directory, atomically.
 
     Raises TaskError if the directory exists, if a path leaves the workspace, for metadata that TOML cannot
-    hold, and for a task that has a script in the place of hidden tests.
+    represent, and for a task that is graded by a script instead of hidden tests.
     """
     if task.verifier is not None:
         raise TaskError(
             "is graded by a script", field="task", received=task.id, fix="copy the directory that it is from"
         )
     if directory.exists():
-        raise refused_in(directory, "directory", "exists already", "choose a new directory")
+        raise directory_error(directory, "directory", "exists already", "choose a new directory")
     files = {
         "instruction.md": task.instruction + "\n",
         "task.toml": _toml(task),
@@ -111,8 +111,8 @@ def write_harbor(task: Task, directory: Path) -> None:
 
 
 def write_files(files: Mapping[str, bytes], directory: Path, folders: Sequence[str] = ()) -> None:
-    """Writes a directory with these files, which appears only when whole. `folders`: that are there in any
-    case. Raises OSError."""
+    """Writes a directory with these files, atomically. `folders`: subfolders to create in any case. Raises
+    OSError."""
     directory.parent.mkdir(parents=True, exist_ok=True)
     with whole_directory(directory, sync=False) as whole:
         for folder in folders:
@@ -126,22 +126,21 @@ def write_files(files: Mapping[str, bytes], directory: Path, folders: Sequence[s
 
 
 def read_harbor(directory: Path, host_env: Sequence[str] = ()) -> Task:
-    """Reads a Harbor task directory. Round trip: equal to what was written, but for `directory`.
+    """Reads a Harbor task directory. Round trip: equal to the written task, except for `directory`.
 
-    `host_env`: names of this process's variables that it may read. Raises TaskError, with the file or key and
-    a fix, for a missing file or one that cannot be read, broken TOML, a value of the wrong type, a field that
-    is not honoured, a path or link that leads out of the directory, or a file that should be UTF-8 text and
-    is not, by its contents or its name.
+    `host_env`: names of this process's variables that the task may read. Raises TaskError, with the file or
+    key and a fix, for a missing or unreadable file, invalid TOML, a value of the wrong type, an unsupported
+    field, a path or link that leads out of the directory, or a file whose contents or name are not UTF-8.
     """
     try:
         return _read(directory, host_env)
     except OSError as error:
         message, fix = f"cannot be read: {error.strerror}", "correct it, or its permissions"
-        raise refused_in(directory, str(error.filename), message, fix) from error
+        raise directory_error(directory, str(error.filename), message, fix) from error
 
 
 def read_id(directory: Path) -> str:
-    """The id of a task, and nothing else of it. Raises TaskError, OSError."""
+    """Reads only the id of a task. Raises TaskError, OSError."""
     return _id(_read_fields(directory), directory)
 
 
@@ -166,7 +165,7 @@ def _read(directory: Path, host_env: Sequence[str]) -> Task:
     for pattern in _NOT_READ:
         for found in directory.glob(pattern):
             name = found.relative_to(directory).as_posix()
-            raise refused_in(directory, name, "is not supported", "remove it")
+            raise directory_error(directory, name, "is not supported", "remove it")
     if own.grading != "values":
         task = replace(task, instruction=_without_canary(task.instruction))
         return _with_scripts(task, fields, directory, host_env)
@@ -186,12 +185,12 @@ def _read(directory: Path, host_env: Sequence[str]) -> Task:
 
 
 def _with_scripts(task: Task, fields: TaskTable, directory: Path, host_env: Sequence[str]) -> Task:
-    """A task that is graded by `tests/test.sh`, on the machine that it asks for."""
+    """Completes a task that is graded by `tests/test.sh`: its machine, verifier, solution and steps."""
     own = fields.metadata.etude
     machine = read_machine(fields, host_env)
     if not machine.docker_image and not (directory / "environment/Dockerfile").is_file():
         field, message = "environment.docker_image", "names no image, and there is no environment/Dockerfile"
-        raise refused_in(directory, f"task.toml: {field}", message, "add one of them")
+        raise directory_error(directory, f"task.toml: {field}", message, "add one of them")
     check_host(machine, "environment")
     allowed_paths = task.allowed_paths
     if not machine.is_host and own.allowed_paths is None:
@@ -209,17 +208,17 @@ def _with_scripts(task: Task, fields: TaskTable, directory: Path, host_env: Sequ
             verifier = _with_exams(verifier, directory)
         return replace(task, verifier=verifier, solution=solution)
     if own.grading == "exams":
-        raise refused("metadata.etude.grading", "has no steps", "exams", 'use "test_sh"')
+        raise field_error("metadata.etude.grading", "has no steps", "exams", 'use "test_sh"')
     steps = tuple(_read_step(fields, step, directory, host_env) for step in fields.steps)
     task = replace(task, steps=steps, step_rewards=fields.multi_step_reward_strategy or "mean")
     return replace(task.at_step(0), steps=steps)
 
 
 def _with_exams(verifier: TestScript, directory: Path) -> TestScript:
-    """The verifier that is judged by exams, whose lists stay outside. Raises TaskError."""
+    """The verifier with the task's exams, whose file is not packed into the archive. Raises TaskError."""
     if verifier.machine is not None:
         fix = '"shared": exams are runs over what the agent changed'
-        raise refused("verifier.environment_mode", "has no exams", "separate", fix)
+        raise field_error("verifier.environment_mode", "has no exams", "separate", fix)
     text = _text(directory, f"tests/{EXAMS}")
     read_exams(text)
     archive = pack_directories([directory / "tests"], "test.sh", without=EXAMS)
@@ -227,11 +226,11 @@ def _with_exams(verifier: TestScript, directory: Path) -> TestScript:
 
 
 def _read_step(fields: TaskTable, step: StepTable, directory: Path, host_env: Sequence[str]) -> TaskStep:
-    """One of the steps of a task. Raises TaskError."""
+    """Reads one step of a task. Raises TaskError."""
     top = directory / "steps" / step.name
     if not top.resolve().is_relative_to(directory.resolve()):
         message = "leads out of the task directory"
-        raise refused_in(top, f"steps/{step.name}", message, "put the directory itself there")
+        raise directory_error(top, f"steps/{step.name}", message, "put the directory itself there")
     try:
         verifier, solution = read_scripts(fields, step, directory, host_env)
     except TaskError as error:
@@ -254,12 +253,12 @@ def _read_step(fields: TaskTable, step: StepTable, directory: Path, host_env: Se
 def _instruction(directory: Path, name: str) -> str:
     text = _text(directory, name)
     if not _without_canary(text).strip():
-        raise refused_in(directory, name, "is empty", "say what the agent is to do")
+        raise directory_error(directory, name, "is empty", "say what the agent is to do")
     return text.removesuffix("\n")
 
 
 def _without_canary(text: str) -> str:
-    """An instruction without the lines at its beginning that mark it as not to be trained on by name."""
+    """An instruction without the canary lines at its beginning, which mark a benchmark's data."""
     lines = text.split("\n")
     while lines and (not lines[0].strip() or _CANARY.fullmatch(lines[0].strip())):
         lines.pop(0)
@@ -267,18 +266,18 @@ def _without_canary(text: str) -> str:
 
 
 def find_directories(directory: Path, field: str) -> list[Path]:
-    """The Harbor directories below `directory`, which `field` names in errors, and those that are meant as
-    some and have no task.toml. Raises TaskError for none."""
+    """The task directories below `directory`, including those intended as tasks without a task.toml. `field`:
+    of errors. Raises TaskError if there are none."""
     if not directory.is_dir():
-        raise refused_in(directory, field, "no such directory", "name one that holds tasks")
+        raise directory_error(directory, field, "no such directory", "name one that holds tasks")
     folders = sorted(directory.iterdir())
     found = any((path / "task.toml").is_file() for path in folders)
     if not found and (directory / "task.toml").is_file():
         fix = "name the directory that it lies in"
-        raise refused_in(directory, field, "is a task itself, not a set of them", fix)
+        raise directory_error(directory, field, "is a task itself, not a set of them", fix)
     if not found:
         message = "holds no task: no directory below it has a task.toml"
-        raise refused_in(directory, field, message, "`etude tasks export` shows what one looks like")
+        raise directory_error(directory, field, message, "`etude tasks export` shows what one looks like")
     return [path for path in folders if any((path / name).is_file() for name in _MARKS)]
 
 
@@ -316,7 +315,7 @@ def _encoded(text: str, field: str) -> bytes:
 
 
 def _inside(path: str, field: str) -> str:
-    """`path`, if it is a plain relative path that stays below where it starts."""
+    """Returns `path` if it is a plain relative path without `..`. Raises TaskError."""
     pure = PurePosixPath(path)
     if pure.is_absolute() or ".." in pure.parts or "\0" in path:
         raise TaskError(
@@ -330,11 +329,11 @@ def _inside(path: str, field: str) -> str:
 def _text(directory: Path, name: str) -> str:
     path = directory / name
     if not path.is_file():
-        raise refused_in(directory, name, "file is missing", f"add {name}")
+        raise directory_error(directory, name, "file is missing", f"add {name}")
     if not path.resolve().is_relative_to(directory.resolve()):
         target = path.readlink() if path.is_symlink() else path.resolve()
         message = "is a link that leads out of the task directory"
-        raise refused_in(target, name, message, "put the file itself there")
+        raise directory_error(target, name, message, "put the file itself there")
     try:
         return path.read_bytes().decode("utf-8")
     except UnicodeDecodeError as error:

@@ -1,8 +1,8 @@
-"""The fields of Harbor's `task.toml` (schema 1.4): what each asks of a task's machine and its verifier.
+"""Models of Harbor's `task.toml` (schema 1.4).
 
-Every field is in one of the models here. Those that are honoured have a type of their own; one that is not
-is listed in `REFUSED`, and a task that sets it is refused by that name. A field that no model has is refused
-too: a later schema may mean anything by it.
+Every field of the schema is in one of the models. Supported fields have their own types; unsupported ones are
+listed in `REFUSED`, and a task that sets one is refused. Unknown fields are refused too, as a later schema
+may give them any meaning.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ REFUSED = {
     **{f"steps.{name}": fix for name, fix in _OF_NO_VERIFIER.items()},
     **{f"steps.agent.{name}": _HAS_ONE_MACHINE for name in ("user", "network_mode", "allowed_hosts")},
 }
-"""Fields that are not honoured, with what their author can do. None, 0, false and what is empty are taken."""
+"""Unsupported field -> a fix for its author. None, 0, false and empty values are accepted."""
 _MAX_HOSTS = 256
 _STEP_NAME = r"""^[^<>:"/\\|?*\x00-\x1f\x7f]*[^<>:"/\\|?*\x00-\x1f\x7f. ]$"""
-"""Of a directory on any system."""
+"""A name that is valid for a directory on any system."""
 _NOT_BY_VALUES = ("docker_image", "workdir", "user", "env", "network_mode", "allowed_hosts", "allow_internet")
 
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -53,7 +53,7 @@ class _Table(BaseModel):
 
 
 class Package(_Table):
-    """`[task]`: of these only the name means anything to a run."""
+    """`[task]`: only the name is used."""
 
     name: str = Field(min_length=1)
     version: str | None = None
@@ -74,8 +74,8 @@ class HealthTable(_Table):
 
 
 class ArtifactTable(_Table):
-    """One of `artifacts`, which a separate verifier sees. Where Harbor keeps them (`destination`), as it also
-    does in shared mode, is no matter of grading."""
+    """One of `artifacts`, which a separate verifier receives. The place where Harbor stores them
+    (`destination`), which it also does in shared mode, does not affect grading."""
 
     source: str
     destination: str | None = None
@@ -161,7 +161,7 @@ class StepTable(_Table):
 
 
 class OwnTable(BaseModel):
-    """`[metadata.etude]`, which is ours: what it has beside these means nothing."""
+    """`[metadata.etude]`, our own table: other fields in it are ignored."""
 
     model_config = ConfigDict(frozen=True, strict=True)
 
@@ -174,7 +174,7 @@ class OwnTable(BaseModel):
 
 
 class MetadataTable(BaseModel):
-    """`[metadata]`: facts of any kind."""
+    """`[metadata]`: any fields."""
 
     model_config = ConfigDict(extra="allow", frozen=True, strict=True)
 
@@ -200,12 +200,11 @@ class TaskTable(_Table):
 
 
 def check_fields(table: Mapping[str, Any]) -> TaskTable:
-    """The fields of a parsed `task.toml`. Raises TaskError that names the first one that is not honoured, or
-    is not what it should be."""
+    """Validates a parsed `task.toml`. Raises TaskError that names the first unsupported or invalid field."""
     for path, fix in REFUSED.items():
         value = next(filter(None, _values(table, path.split("."))), None)
         if value:
-            raise refused(path, "is not supported", value, fix)
+            raise field_error(path, "is not supported", value, fix)
     try:
         found = TaskTable.model_validate(table)
     except ValidationError as error:
@@ -214,44 +213,44 @@ def check_fields(table: Mapping[str, Any]) -> TaskTable:
         unknown = first["type"] == "extra_forbidden"
         said = f"is unknown to schema {SCHEMAS[-1]}" if unknown else first["msg"].lower()
         fix = "remove it, or correct its name" if unknown else "correct the value"
-        raise refused(path, said, first["input"], fix) from error
+        raise field_error(path, said, first["input"], fix) from error
     _check_verifier(found.verifier, "", found.agent.user)
     for step in found.steps:
         _check_verifier(step.verifier, f"steps.{step.name}.", found.agent.user)
     names = Counter(step.name.casefold() for step in found.steps)
     for step in found.steps:
         if names[step.name.casefold()] > 1:
-            raise refused("steps.name", "names two steps", step.name, "give each its own")
+            raise field_error("steps.name", "names two steps", step.name, "give each its own")
     if found.multi_step_reward_strategy is not None and not found.steps:
         value, fix = found.multi_step_reward_strategy, "leave it out"
-        raise refused("multi_step_reward_strategy", "needs [[steps]]", value, fix)
+        raise field_error("multi_step_reward_strategy", "needs [[steps]]", value, fix)
     return found
 
 
 def _values(table: object, keys: Sequence[str]) -> Iterator[object]:
-    """What stands in a parsed table under a path of keys, in each of a list of tables."""
-    for one in table if isinstance(table, list) else [table]:
+    """The values at a path of keys in a parsed table; for a list of tables, of each of them."""
+    for entry in table if isinstance(table, list) else [table]:
         if not keys:
-            yield one
-        elif isinstance(one, dict):
-            yield from _values(one.get(keys[0]), keys[1:])
+            yield entry
+        elif isinstance(entry, dict):
+            yield from _values(entry.get(keys[0]), keys[1:])
 
 
 def _check_verifier(verifier: VerifierTable, place: str, user: User) -> None:
-    """Raises TaskError for fields that contradict each other. `place`: of its table in the file."""
+    """Raises TaskError for fields that contradict each other. `place`: prefix of the table's name."""
     if verifier.environment_mode == "shared" and verifier.environment is not None:
         fix, field = "leave out one of them", f"{place}verifier.environment_mode"
-        raise refused(field, "is not with [verifier.environment]", "shared", fix)
+        raise field_error(field, "is not with [verifier.environment]", "shared", fix)
     for hook in verifier.collect:
         if hook.user is not None and user_name(hook.user) != user_name(user):
             fix = "leave it out: it runs as the agent does"
-            raise refused(f"{place}verifier.collect.user", "is not the agent's", hook.user, fix)
+            raise field_error(f"{place}verifier.collect.user", "is not the agent's", hook.user, fix)
 
 
 def at_step(table: TaskTable, step: StepTable | None) -> TaskTable:
-    """What holds in a step: its own fields, else the task's, as Harbor resolves them.
+    """The table with a step's fields applied, as Harbor resolves them: its own, else the task's.
 
-    A time limit of a verifier is none of these: each step has its own, or 600 s.
+    The time limit of a verifier is not inherited: each step has its own, or 600 s.
     """
     if step is None:
         return table
@@ -280,13 +279,12 @@ def at_step(table: TaskTable, step: StepTable | None) -> TaskTable:
 
 
 def check_graded_by_values(table: TaskTable) -> None:
-    """Raises TaskError for a field that a task without an image, users, variables or a network cannot have.
-
-    Its sizes and time limits are read and are what the run gives.
+    """Raises TaskError for a field that is not supported where values are graded: there is no image, user,
+    environment variable or network. Sizes and time limits are ignored in favour of the run's.
     """
     if table.steps:
         fix, names = 'set metadata.etude.grading = "test_sh"', [step.name for step in table.steps]
-        raise refused("steps", "is not supported where values are graded", names, fix)
+        raise field_error("steps", "is not supported where values are graded", names, fix)
     parts = {
         "environment": table.environment,
         "agent": table.agent,
@@ -298,7 +296,7 @@ def check_graded_by_values(table: TaskTable) -> None:
             value = getattr(part, key, None)
             if value is not None and value is not False and value not in ("no-network", [], {}):
                 fix = 'set metadata.etude.grading = "test_sh"'
-                raise refused(f"{name}.{key}", "is not supported where values are graded", value, fix)
+                raise field_error(f"{name}.{key}", "is not supported where values are graded", value, fix)
 
 
 def user_name(user: str | int | None) -> str:
@@ -306,8 +304,8 @@ def user_name(user: str | int | None) -> str:
     return "" if user is None else str(user)
 
 
-def refused(path: str, message: str, value: object, fix: str) -> TaskError:
-    """The error for a field of `task.toml`, with its value as far as it can be shown."""
+def field_error(path: str, message: str, value: object, fix: str) -> TaskError:
+    """The error for a field of `task.toml`, with its value, truncated."""
     is_number = isinstance(value, int | float) and math.isfinite(value)
     shown = value if is_number else (value if isinstance(value, str) else repr(value))[:200]
     return TaskError(message, field=f"task.toml: {path}", received=shown, fix=fix)

@@ -1,7 +1,7 @@
-"""What a `task.toml` and its scripts ask for: machines, verifiers, health checks and solutions as records.
+"""Converts a `task.toml` and its scripts into records: machines, verifiers, health checks and solutions.
 
-tests/test.sh      steps/NAME/tests/       laid over it, for this step
-solution/solve.sh  steps/NAME/solution/    in its place, for this step
+tests/test.sh      steps/NAME/tests/       overlays it in this step
+solution/solve.sh  steps/NAME/solution/    replaces it in this step
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 from etude.errors import TaskError
 from etude.records import Artifact, CollectCommand, HealthCheck, SolutionScript, TaskMachine, TestScript
-from etude.tasks.archives import pack_directories, refused_in
+from etude.tasks.archives import directory_error, pack_directories
 from etude.tasks.harbor_fields import (
     AgentTable,
     ArtifactTable,
@@ -26,7 +26,7 @@ from etude.tasks.harbor_fields import (
     TaskTable,
     VerifierTable,
     at_step,
-    refused,
+    field_error,
     user_name,
 )
 
@@ -36,16 +36,16 @@ _KIB_OF = {"G": 1 << 20, "M": 1 << 10, "K": 1}
 _PUBLISHED = "/logs/artifacts"
 """Always an artifact, as in Harbor."""
 _VERIFIERS = ("/tests", "/solution", "/logs/verifier", "/proc", "/sys", "/dev")
-"""Where nothing of the agent's is laid."""
+"""Directories of the verifier, to which no artifacts are copied."""
 
 
 def health_check(table: HealthTable | None) -> HealthCheck | None:
-    """A command that must succeed before the agent begins."""
+    """The command that must succeed before the agent starts."""
     return None if table is None else HealthCheck(*table.model_dump().values())
 
 
 def read_machine(table: TaskTable, host_env: Sequence[str]) -> TaskMachine:
-    """What the task is played on. `host_env`: this process's variables that it may read. Raises TaskError."""
+    """The agent's machine. `host_env`: this process's variables that the task may read. Raises TaskError."""
     agent = table.agent
     return replace(
         _machine(table.environment, "environment", host_env),
@@ -57,7 +57,7 @@ def read_machine(table: TaskTable, host_env: Sequence[str]) -> TaskMachine:
 
 
 def _machine(asked: EnvironmentTable, name: str, host_env: Sequence[str]) -> TaskMachine:
-    """A machine without what is its user's. `name`: of the table. Raises TaskError."""
+    """A machine without user and network. `name`: of its table. Raises TaskError."""
     return TaskMachine(
         docker_image=asked.docker_image or "",
         build_timeout_s=asked.build_timeout_sec,
@@ -70,7 +70,7 @@ def _machine(asked: EnvironmentTable, name: str, host_env: Sequence[str]) -> Tas
 
 
 def _verifier(table: TaskTable, host_env: Sequence[str]) -> TestScript:
-    """How `tests/test.sh` is run, without its archive. Raises TaskError."""
+    """The verifier, which runs `tests/test.sh`, without its archive. Raises TaskError."""
     asked, machine, baseline, name = table.verifier, None, table.environment, "environment"
     images = {table.environment.docker_image, asked.environment and asked.environment.docker_image}
     if asked.is_separate:
@@ -109,7 +109,7 @@ def read_scripts(
         for environment, place in places:
             if (directory / place / "docker-compose.yaml").is_file():
                 field = f"{place}/docker-compose.yaml"
-                raise refused_in(directory, field, "is not supported", "remove it")
+                raise directory_error(directory, field, "is not supported", "remove it")
             if environment is not None and environment.docker_image:
                 machine = replace(machine, docker_image=environment.docker_image)
                 return replace(verifier, machine=machine), solution
@@ -124,7 +124,7 @@ def read_scripts(
 
 
 def check_host(machine: TaskMachine, table: str) -> None:
-    """Raises TaskError for variables where there is no image that has any."""
+    """Raises TaskError for environment variables of a machine without an image."""
     if machine.is_host and machine.env:
         raise TaskError(
             "needs an image", field=f"task.toml: {table}.env", received=sorted(machine.env),
@@ -133,9 +133,9 @@ def check_host(machine: TaskMachine, table: str) -> None:
 
 
 def _artifacts(listed: Sequence[str | ArtifactTable], is_host: bool) -> tuple[Artifact, ...]:
-    """What a separate verifier sees of the agent's. Raises TaskError.
+    """The agent's files that a separate verifier receives. Raises TaskError.
 
-    `is_host`: on the host's programs /tests leads into /tmp.
+    `is_host`: without an image /tests is a link into /tmp.
     """
     places = (*_VERIFIERS, "/tmp/tests", "/tmp/logs", "/tmp/solution") if is_host else _VERIFIERS
     rows = [ArtifactTable(source=row) if isinstance(row, str) else row for row in listed]
@@ -146,26 +146,26 @@ def _artifacts(listed: Sequence[str | ArtifactTable], is_host: bool) -> tuple[Ar
         names = source.split("/")
         if names[0] or len(names) < 2 or {"", ".", ".."} & set(names[1:]) or "\0" in source:
             fix = "write an absolute path, without . and .."
-            raise refused("artifacts.source", "is no plain path of a file or directory", row.source, fix)
-        if any(f"{a}/".startswith(f"{b}/") for one in places for a, b in ((source, one), (one, source))):
+            raise field_error("artifacts.source", "is no plain path of a file or directory", row.source, fix)
+        if any(f"{a}/".startswith(f"{b}/") for top in places for a, b in ((source, top), (top, source))):
             fix = "name what the agent makes, elsewhere"
-            raise refused("artifacts.source", "lies where the verifier's own files are", row.source, fix)
+            raise field_error("artifacts.source", "lies where the verifier's own files are", row.source, fix)
     _check_destinations(rows)
     return tuple(Artifact(row.source.rstrip("/"), tuple(row.exclude)) for row in rows)
 
 
 def _check_destinations(rows: Sequence[ArtifactTable]) -> None:
-    """Raises TaskError for artifacts of which Harbor leaves one out, as they have one place there."""
+    """Raises TaskError for artifacts with overlapping destinations, of which Harbor drops one."""
     for one, other in combinations(rows, 2):
         places = [f"{(row.destination or row.source).strip('/')}/" for row in (one, other)]
         overlap = places[0].startswith(places[1]) or places[1].startswith(places[0])
         if overlap and (one.destination or other.destination):
             fix = "leave it out, or name a place of its own"
-            raise refused("artifacts.destination", "overlaps another's place", other.source, fix)
+            raise field_error("artifacts.destination", "overlaps another's place", other.source, fix)
 
 
 def _bytes(megabytes: int | None, text: str | None, name: str, table: str) -> int:
-    """A size by its field, or by the one that had its place before (`2G`)."""
+    """A size in bytes, from its field in megabytes or from the older text field (`2G`)."""
     if text is None:
         return (megabytes or 0) << 20
     match = _SIZE.fullmatch(text.strip())
@@ -175,14 +175,14 @@ def _bytes(megabytes: int | None, text: str | None, name: str, table: str) -> in
         size = 0
     if size <= 0 or megabytes not in (None, size >> 20):
         fix = f"write {name}_mb alone, a number"
-        raise refused(f"{table}.{name}", "is no size, or not the same twice", text, fix)
+        raise field_error(f"{table}.{name}", "is no size, or not the same twice", text, fix)
     return size
 
 
 def _hosts(
     baseline: EnvironmentTable, phase: AgentTable | VerifierTable, name: str, baseline_name: str
 ) -> tuple[str, ...] | None:
-    """What may be reached in a phase: nothing, the addresses listed, or (None) what the run allows."""
+    """The hosts that a phase may reach: none, the listed ones, or (None) those that the run allows."""
     if phase.network_mode is not None or phase.allowed_hosts is not None:
         mode, listed, field = phase.network_mode, phase.allowed_hosts, name
     else:
@@ -191,14 +191,14 @@ def _hosts(
             mode = "no-network"
     if listed and mode != "allowlist":
         fix = 'write network_mode = "allowlist" with it'
-        raise refused(f"{field}.allowed_hosts", "needs an allow-list", listed, fix)
+        raise field_error(f"{field}.allowed_hosts", "needs an allow-list", listed, fix)
     if mode == "allowlist":
         return tuple(address for host in listed or () for address in _addresses(host, field))
     return () if mode == "no-network" else None
 
 
 def _addresses(host: str, field: str) -> tuple[str, str]:
-    """A host name, with an asterisk before it or not, as addresses of a sandbox's network."""
+    """Allow-list entries of a sandbox's network for a host name, which may begin with `*.`."""
     plain = host.strip().lower().rstrip(".")
     try:
         ip_address(plain)
@@ -207,26 +207,26 @@ def _addresses(host: str, field: str) -> tuple[str, str]:
         is_name = re.fullmatch(r"(\*\.)?[a-z0-9-]+(\.[a-z0-9-]+)*", plain) is not None
     if not is_name:
         fix = "name hosts: sandboxes reach no addresses by number"
-        raise refused(f"{field}.allowed_hosts", "is no name of a host", host, fix)
+        raise field_error(f"{field}.allowed_hosts", "is no name of a host", host, fix)
     return f"{plain}:443", f"{plain}:80"
 
 
 def _resolve(env: Mapping[str, str], field: str, host_env: Sequence[str]) -> dict[str, str]:
-    """Variables, with those of this process where a value is `${NAME}` or `${NAME:-default}`.
+    """Environment variables, with `${NAME}` and `${NAME:-default}` replaced by variables of this process.
 
-    Raises TaskError for one that is set and that `host_env` does not name: it may be anybody's secret.
+    Raises TaskError for a variable that is set but not in `host_env`, as it may be a secret.
     """
     found: dict[str, str] = {}
     for name, value in env.items():
         match = _TEMPLATE.fullmatch(value)
         if match and match[1] in os.environ and match[1] not in host_env:
             fix = f'set tasks.host_env = ["{match[1]}"]'
-            raise refused(f"{field}.{name}", "is a variable of this process", value, fix)
+            raise field_error(f"{field}.{name}", "is a variable of this process", value, fix)
         resolved = os.environ.get(match[1], match[2]) if match else value
         if match and resolved is None:
             fix = f'set it, and tasks.host_env = ["{match[1]}"]'
-            raise refused(f"{field}.{name}", "is not among this process's variables", value, fix)
+            raise field_error(f"{field}.{name}", "is not among this process's variables", value, fix)
         if not name or "=" in name or "\0" in name + resolved:
-            raise refused(f"{field}.{name}", "cannot be a variable", value, "correct it")
+            raise field_error(f"{field}.{name}", "cannot be a variable", value, "correct it")
         found[name] = resolved
     return found

@@ -11,7 +11,7 @@ from typing import Any
 from etude.errors import UserError, WeightUpdateError
 from etude.records import PolicyVersion, TensorEntry, WeightManifest
 from etude.serving.errors import plain
-from etude.serving.messages import Fields, checked
+from etude.serving.messages import Fields, check_fields
 
 _NONE = type(None)
 _LIST = (list, tuple)
@@ -68,7 +68,7 @@ def _read(raw: object, fields: Fields, field: str) -> dict[str, Any]:
     if not isinstance(raw, dict):
         raise _wrong(field, raw, "an object")
     try:
-        found = checked(raw, fields)  # pyright: ignore[reportUnknownArgumentType]
+        found = check_fields(raw, fields)  # pyright: ignore[reportUnknownArgumentType]
     except UserError as error:
         where = f"{field}.{error.field}"
         raise WeightUpdateError(error.message, field=where, received=error.received, fix=error.fix) from error

@@ -77,7 +77,7 @@ def test_what_a_build_is_given_belongs_to_it_and_what_links_name_does_not(tmp_pa
     (context / "deep/link").symlink_to(secret)
     secret.write_text("y")
     with as_root(tmp_path / "root") as buildah:
-        given = buildah.give(context)
+        given = buildah.copy_in(context)
         first = find_ids().first_uid
         for path in (given, given / "deep", given / "deep/file", given / "deep/link"):
             assert path.lstat().st_uid == first

@@ -21,14 +21,14 @@ from etude.sandbox.images.base_sources import BaseFile, find_base, full_name
 from etude.sandbox.images.buildah import find_ids
 from etude.sandbox.images.building import (
     BUILDAH,
-    bud_words,
+    bud_arguments,
     build_image,
     explain_failure,
     find_missing,
     open_proxy,
     show_line,
 )
-from etude.sandbox.images.built import BuildInputs, BuildOptions, LastCopy, note_build
+from etude.sandbox.images.built import BuildInputs, BuildOptions, LastCopy, record_build
 from etude.sandbox.images.image_store import ImageStore
 from etude.sandbox.template import Image
 from etude.sandbox.types import Network
@@ -53,7 +53,7 @@ def store(tmp_path: Path) -> ImageStore:
 
 
 def test_everything_that_a_build_is_given_is_an_argument_and_part_of_no_shell() -> None:
-    words = bud_words(
+    words = bud_arguments(
         "/tmp/c",
         "sub/File",
         "/tmp/id",
@@ -265,7 +265,7 @@ def test_what_was_built_is_found_without_buildah(
     layer = store.layers.add_tar(io.BytesIO(tar_bytes(file_member("f", b""))))
     key = BuildInputs(context, "Dockerfile", {}, None, BuildOptions()).find_key(store)
     assert key is not None
-    note_build(store, key, Image("then", (layer,), {"A": "b"}, "/w", "me"))
+    record_build(store, key, Image("then", (layer,), {"A": "b"}, "/w", "me"))
     assert asyncio.run(build_image(context, "x", store)) == Image("x", (layer,), {"A": "b"}, "/w", "me")
     assert store.load("x").layers == (layer,)
     with pytest.raises(ResourceError, match="apt-get install buildah"):

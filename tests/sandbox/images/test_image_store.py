@@ -97,8 +97,8 @@ def test_removing_a_name_keeps_the_layers(store: ImageStore) -> None:
 
 def test_a_torn_cache_entry_is_no_entry(store: ImageStore) -> None:
     key = "0" * 64
-    store.note(key, {"layer": None})
-    assert store.recall(key) == {"layer": None}
+    store.write_cache(key, {"layer": None})
+    assert store.read_cache(key) == {"layer": None}
     (store.layers.root / "cache" / f"{key}.json").write_bytes(b'{"lay')
-    assert store.recall(key) is None
-    assert store.recall("1" * 64) is None
+    assert store.read_cache(key) is None
+    assert store.read_cache("1" * 64) is None

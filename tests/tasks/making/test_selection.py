@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from etude.tasks.making.changes import Change, Place, Quotas, TestFailure, Verified
-from etude.tasks.making.selection import grade, select
+from etude.tasks.making.selection import grade_tasks, select
 
 QUOTAS = Quotas()
 
@@ -78,4 +78,4 @@ def test_near_duplicates_are_dropped() -> None:
 
 def test_a_task_is_harder_the_more_lines_there_are_to_search() -> None:
     tasks = [verified(at, "abc"[at], f"f{at}", files=2) for at in (2, 0, 1)]
-    assert grade(tasks) == ["hard", "easy", "medium"]
+    assert grade_tasks(tasks) == ["hard", "easy", "medium"]

@@ -101,7 +101,7 @@ class Control:
 
     def _announce(self, manifest: WeightManifest) -> None:
         self._weights.announce(manifest)
-        self._changes.tell()
+        self._changes.notify()
 
     def _submit(self, session: PendingSession) -> None:
         if self._failure is not None:
@@ -110,11 +110,11 @@ class Control:
             return
         session.min_step = max(0, self._weights.step - self.settings.max_version_lag)
         self.board.add(session)
-        self._changes.tell()
+        self._changes.notify()
 
     def _finish(self) -> None:
         self._finished = True
-        self._changes.tell()
+        self._changes.notify()
 
     async def _watch(self, left: Sequence[str]) -> None:
         """Expires leases, periodically. `left`: objects that an earlier process of the run left in the
@@ -127,7 +127,7 @@ class Control:
                 await asyncio.sleep(self.settings.lease_s / 8)
                 self.board.expire_leases()
                 self._fail_if_deserted()
-                self._changes.tell()
+                self._changes.notify()
         except Exception as error:
             self._failure = PartLostError(f"the control API failed: {error!r}", field="clusters")
             for session in self.board.unfinished:
@@ -197,7 +197,7 @@ class Control:
         member = self._record_contact(member_id, version)
         self._update_trouble(member, trouble)
         if member.step != before:
-            self._changes.tell()
+            self._changes.notify()
         return {"gone": self.board.record_heartbeat(member, running), "finished": self._finished}
 
     async def manifest(self, known: str, is_disconnected: IsDisconnected) -> Answer | None:
@@ -253,7 +253,7 @@ class Control:
         trajectory = bundle.trajectory
         if trajectory.status is Status.INFRASTRUCTURE and lease.session.num_gives < self.settings.max_gives:
             self.board.fail(lease, trajectory.cause)
-            self._changes.tell()
+            self._changes.notify()
             return {"standing": "failed"}
         session = lease.session
         await self._intake.store(bundle, data)
@@ -283,7 +283,7 @@ class Control:
         if lease is None or lease.member is not member:
             return {"standing": standing.value}
         self.board.fail(lease, cause)
-        self._changes.tell()
+        self._changes.notify()
         return {"standing": "failed"}
 
     def leave(self, member_id: str) -> Answer:
@@ -291,7 +291,7 @@ class Control:
         member = self.board.members.get(member_id)
         if member is not None:
             self.board.leave(member)
-            self._changes.tell()
+            self._changes.notify()
         return {}
 
     def figures(self) -> dict[str, float]:

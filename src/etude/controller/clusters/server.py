@@ -17,7 +17,7 @@ from etude.records import PolicyVersion
 from etude.serving.application import Json, bearer_required, build_application, read_body, read_request
 from etude.serving.describing import BYTES, described
 from etude.serving.errors import OwnErrors
-from etude.serving.messages import Fields, checked
+from etude.serving.messages import Fields, check_fields
 from etude.serving.metrics import Metrics
 from etude.weights.documents import version_of
 
@@ -64,7 +64,7 @@ def _control(request: Request) -> Control:
 
 async def _fields(request: Request, fields: Fields) -> dict[str, Any]:
     raw, _ = await read_request(request, _BODY_BYTES)
-    return checked(raw, fields)
+    return check_fields(raw, fields)
 
 
 @router.get("/run")

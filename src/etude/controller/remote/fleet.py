@@ -197,11 +197,11 @@ class EngineFleet(PatientSampler):
 
     def engine_ready(self, name: str, version: PolicyVersion) -> None:
         super().engine_ready(name, version)
-        self.changes.tell()
+        self.changes.notify()
 
     def engine_away(self, name: str) -> None:
         super().engine_away(name)
-        self.changes.tell()
+        self.changes.notify()
 
     # ---- processes ------------------------------------------------------------------------------
 

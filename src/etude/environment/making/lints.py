@@ -15,7 +15,7 @@ from itertools import pairwise
 from typing import Any
 
 from etude.agent.tools.linters import Finding, HostRuff
-from etude.tasks.making.changes import Change, in_turn
+from etude.tasks.making.changes import Change, round_robin
 from etude.tasks.making.refactoring import SMELLS, is_removed, plan_smells
 from etude.tasks.making.source import Edit, Source, apply_edits, read_sources
 
@@ -27,7 +27,7 @@ async def find_smells(sources: Mapping[str, str], seed: int) -> Iterator[Change]
     ruff = HostRuff.find(_RULES)
     if ruff is None:
         return None
-    return in_turn([await _find_own(ruff, sources), plan_smells(sources, seed)])
+    return round_robin([await _find_own(ruff, sources), plan_smells(sources, seed)])
 
 
 async def find_disagreement(change: Change, sources: Mapping[str, str]) -> str | None:

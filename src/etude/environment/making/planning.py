@@ -13,10 +13,10 @@ from dataclasses import replace
 
 from etude.environment.making.verifying import Noticed
 from etude.tasks.making.bugs import combine, plan_bugs
-from etude.tasks.making.changes import Change, Quotas, Verified, in_turn
+from etude.tasks.making.changes import Change, Quotas, Verified, round_robin
 from etude.tasks.making.deletions import hide_tests, plan_deletions
 from etude.tasks.making.instructions import write_instruction
-from etude.tasks.making.selection import Selection, grade, select
+from etude.tasks.making.selection import Selection, grade_tasks, select
 from etude.tasks.making.undoing import PastChange, plan_undone
 
 _SPARE = 1.1
@@ -45,7 +45,7 @@ class Planner:
         """Ids of changes, in the order in which they were planned."""
         bugs = plan_bugs(sources, seed)
         deletions = plan_deletions(sources, seed)
-        self._singles = in_turn([plan_undone(sources, past), bugs, deletions, bugs, refactorings])
+        self._singles = round_robin([plan_undone(sources, past), bugs, deletions, bugs, refactorings])
         self._pairs: Iterator[Change] = iter(())
         self._num_paired = 0
         """Bugs of which combinations were planned."""
@@ -151,7 +151,7 @@ class Planner:
         first = math.ceil(_SPARE * self._quotas.least_compound * self._quotas.most_tasks)
         self.selection = select([*compound[:first], *singles, *compound[first:]], self._quotas)
         kept = self.selection.kept
-        return [replace(one, difficulty=level) for one, level in zip(kept, grade(kept), strict=True)]
+        return [replace(one, difficulty=level) for one, level in zip(kept, grade_tasks(kept), strict=True)]
 
     def _may_be_tested(self, change: Change) -> bool:
         """Whether it is new, and there is room for it."""

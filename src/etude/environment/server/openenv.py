@@ -32,7 +32,7 @@ from etude.serving.application import Json
 from etude.serving.describing import described, object_schema
 from etude.serving.errors import shorten
 from etude.serving.json_bodies import parse_json
-from etude.serving.messages import Fields, checked
+from etude.serving.messages import Fields, check_fields
 from etude.tokens.grammar import ToolSchema, XmlGrammar, parse_calls
 
 router = APIRouter()
@@ -80,7 +80,7 @@ class Episode:
 
     async def reset(self, data: object) -> dict[str, Any]:
         """Ends the episode and begins another. Raises UserError, SandboxError."""
-        named = {name: value for name, value in checked(data, RESET).items() if value is not None}
+        named = {name: value for name, value in check_fields(data, RESET).items() if value is not None}
         await self.close()
         self._max_turns = named.get("max_turns", MAX_TURNS)
         task = named["task"] if "task" in named else self._choose_task(named.get("seed", 0))
@@ -167,7 +167,7 @@ def schemas() -> dict[str, Any]:
 
 def _calls(action: object, tools: tuple[ToolSchema, ...]) -> Sequence[ToolCall]:
     """The turn's calls, those that may not run marked with why, as in every session of ours."""
-    named = checked(action, _ACTION)
+    named = check_fields(action, _ACTION)
     message, calls = named.get("message"), named.get("calls")
     if (message is None) == (calls is None):
         raise UserError(

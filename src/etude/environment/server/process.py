@@ -23,7 +23,7 @@ from etude.environment.server.requests import Host, Tenant, host_of, tenant_of
 from etude.errors import ConfigError, EtudeError
 from etude.sandbox.server.state import KeyConflictError
 from etude.sandbox.wire_types import STATUSES, encode_error
-from etude.serving.application import STALL_S, Json, build_application, unless_gone
+from etude.serving.application import STALL_S, Json, build_application, unless_disconnected
 from etude.serving.errors import OwnErrors
 from etude.serving.listening import check_token, open_listeners
 from etude.serving.process import Draining, run_server
@@ -117,7 +117,7 @@ async def events(socket: WebSocket, session_id: str) -> None:
         return
     # Of a client that has left, or takes nothing; the session goes on.
     with suppress(ClientDisconnect, WebSocketDisconnect, TimeoutError, RuntimeError):
-        await unless_gone(socket, _tell(socket, stream))
+        await unless_disconnected(socket, _tell(socket, stream))
 
 
 async def _tell(socket: WebSocket, stream: AsyncIterator[Event]) -> None:

@@ -28,7 +28,7 @@ from etude.sandbox.types import Resources
 from etude.serving.access import AccessError, bearer_of, find_token
 from etude.serving.application import read_request
 from etude.serving.long_answers import LongAnswer, OutputBuffer, Work
-from etude.serving.messages import FRAMES, Fields, checked, strings
+from etude.serving.messages import FRAMES, Fields, check_fields, check_strings
 
 _NONE = type(None)
 LOCAL_TENANT = "local"
@@ -94,9 +94,9 @@ async def fields_of(request: Request, fields: Fields) -> dict[str, Any]:
     """The checked fields of a request, those that are null left out. Raises UserError."""
     limits = (await host_of(request)).limits
     raw, _ = await read_request(request, limits.body_bytes, Unpacker().feed)
-    named = {name: value for name, value in checked(raw, fields).items() if value is not None}
+    named = {name: value for name, value in check_fields(raw, fields).items() if value is not None}
     if "test_paths" in named:
-        named["test_paths"] = tuple(strings(named["test_paths"], "test_paths"))
+        named["test_paths"] = tuple(check_strings(named["test_paths"], "test_paths"))
     check_numbers(named, "turn", "idle_s", "count")
     return named
 
@@ -150,7 +150,7 @@ async def _opened(host: SessionHost, tenant: str, named: Mapping[str, Any]) -> E
 
 
 async def _forked(host: SessionHost, tenant: str, raw: object) -> EnvironmentSession:
-    fork = checked(raw, FORK_OF)
+    fork = check_fields(raw, FORK_OF)
     held = host.find(tenant, fork["session"])
     async with host.using(held) as parent:
         (made,) = await parent.fork(1, fork.get("turn"))
@@ -161,7 +161,7 @@ async def _forked(host: SessionHost, tenant: str, raw: object) -> EnvironmentSes
 
 async def _template(host: SessionHost, named: Mapping[str, Any]) -> Template:
     if "files" in named:
-        strings([*named["files"].values()], "files")
+        check_strings([*named["files"].values()], "files")
         return template_of(named["files"], "files")
     if "directory" in named:
         return await asyncio.to_thread(directory_template, _allowed(host, named["directory"], "directory"))

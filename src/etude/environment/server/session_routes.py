@@ -279,7 +279,7 @@ def _begin_once(
     key = request.headers.get("idempotency-key")
     if key is None:
         return host.in_background(make())
-    return host.creations.enter(f"{tenant}\0{key}", body, lambda: host.in_background(make())).task
+    return host.creations.get_or_start(f"{tenant}\0{key}", body, lambda: host.in_background(make())).task
 
 
 class McpAnswer(Response):

@@ -26,7 +26,7 @@ from etude.inference.server.requests import (
 from etude.inference.server.side_channel import SIDE_CHANNEL_PATH
 from etude.inference.server.state import LiveRequest, ResponseOptions, ServerState
 from etude.serving.answers import EventStream, Sending
-from etude.serving.application import Binary, unless_gone
+from etude.serving.application import Binary, unless_disconnected
 from etude.serving.describing import answering, described
 from etude.serving.errors import ErrorAnswer
 from etude.tokens.chat.answers import collect_answers, encode_event, stream_answers
@@ -122,7 +122,7 @@ async def _respond(request: Request, live: LiveRequest, endpoint: str) -> Respon
     if writer.request.stream:
         return EventStream(Sending(stream_answers(events, writer), describe, encode_event, ended, headers))
     try:
-        document = await unless_gone(request, collect_answers(events, writer))
+        document = await unless_disconnected(request, collect_answers(events, writer))
     finally:
         live.finish()
     ended(200)

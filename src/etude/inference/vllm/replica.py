@@ -27,7 +27,7 @@ from etude.inference.vllm.probes import check_probe
 from etude.inference.vllm.publishing import FetchedSnapshots
 from etude.inference.vllm.servers import VllmServer
 from etude.inference.vllm.snapshots import Snapshot, check_same_shapes, open_snapshot
-from etude.kit.tasks import to_the_end
+from etude.kit.tasks import finish_despite_cancel
 from etude.protocols import KvPolicy
 from etude.records import PolicyVersion, WeightManifest
 from etude.weights.manifest import check_staged
@@ -110,11 +110,11 @@ class Replica:
 
         Raises ResourceError if the server does not start.
         """
-        await to_the_end(self._stage(manifest))
+        await finish_despite_cancel(self._stage(manifest))
 
     async def activate(self, version: PolicyVersion, kv: KvPolicy = "keep") -> None:
         """See WeightSink.activate. Raises WeightUpdateError; then the old version is in service again."""
-        await to_the_end(self._activate(version, kv))
+        await finish_despite_cancel(self._activate(version, kv))
 
     async def close(self) -> None:
         """Stops the server and everything that belongs to it."""

@@ -22,7 +22,7 @@ from etude.inference.vllm.client import ADAPTERS, VllmClient
 from etude.inference.vllm.snapshots import ADAPTER
 from etude.kit.leftovers import ScratchDirectory, sweep
 from etude.kit.ports import free_port
-from etude.kit.tasks import to_the_end
+from etude.kit.tasks import finish_despite_cancel
 
 WORKER_FOLDER = Path(__file__).parent / "worker"
 """Added to the module path of vLLM's interpreter."""
@@ -123,7 +123,7 @@ class ManagedServer:
         process, self._process = self._process, None
         try:
             if process is not None:
-                await to_the_end(self._end(process))
+                await finish_despite_cancel(self._end(process))
         finally:
             self._log = None
             self._scratch.close()

@@ -1,1 +1,1 @@
-"""Sandboxes in containers of docker or podman, by their command line."""
+"""Sandboxes in containers of docker or podman."""

@@ -1,10 +1,10 @@
-"""Sandboxes in containers of docker or podman, by their command line; nothing is shared with the host.
+"""Sandboxes in containers of docker or podman, run by their command line; nothing is shared with the host.
 
-The program inside is the container's first process and talks over its attached standard streams. It is
-root with six capabilities; commands run as a user of their own without any, or, in a template's own image,
-as root with the same six. What a snapshot holds is an
-image that the engine commits: files alone. An engine that dies takes its sandboxes with it (`lost`); an
-owner that dies closes their standard input, upon which they end and the engine removes them.
+The program inside is the container's first process and communicates by its attached standard streams. It is
+root with six capabilities; commands run as another user without any, or, in a template's own image, as root
+with the same six. A snapshot is an image that the engine commits, with files only. If the engine dies, its
+sandboxes are `lost`; if their owner dies, their standard input is closed, whereupon they end and the engine
+removes them.
 """
 
 from __future__ import annotations
@@ -44,44 +44,44 @@ INSTALL_S = 60.0
 REPOSITORY = "etude-snapshot"
 _EXPORT = ("snapshot.tar", "image.tar")
 _STARTS_AT_ONCE = 4
-"""Engines start containers under locks of their own: with many at once each takes as long as all."""
+"""Engines serialise starts by locks: with many at once each takes as long as all together."""
 _DOCTOR_S = 30.0
-_SAID_BYTES = 4000
+_STDERR_BYTES = 4000
 
 
 @dataclass
 class _Container:
-    """What belongs to one running sandbox."""
+    """The container of one running sandbox."""
 
     name: str
-    said: IO[bytes]
-    """File of what it and the engine say on standard error."""
+    stderr: IO[bytes]
+    """File with the error output of the container and the engine."""
     client: asyncio.subprocess.Process | None = None
-    """Carries its standard streams."""
+    """The engine's client process, attached to the container's standard streams."""
 
-    def last_words(self) -> str:
-        size = self.said.seek(0, 2)
-        self.said.seek(max(0, size - _SAID_BYTES))
-        return self.said.read().decode(errors="replace").strip()
+    def stderr_tail(self) -> str:
+        size = self.stderr.seek(0, 2)
+        self.stderr.seek(max(0, size - _STDERR_BYTES))
+        return self.stderr.read().decode(errors="replace").strip()
 
 
 class ContainerBackend(MachineBackend):
     """Sandboxes in containers of one engine."""
 
     def __init__(self, program: str, image: str = IMAGE, state: Path | None = None) -> None:
-        """`program`: `docker` or `podman`. `image`: of sandboxes whose template names none. Nothing is
-        started yet."""
+        """`program`: `docker` or `podman`. `image`: default for templates without one. Starts nothing yet."""
         super().__init__(state)
         self.name = program
         self._default_image = image
         self.engine = Engine(program)
         self._containers: dict[str, _Container] = {}
-        self._doomed: set[str] = set()
+        self._unremoved_images: set[str] = set()
+        """Images of deleted snapshots that containers still used."""
         self._sweeping: asyncio.Task[None] | None = None
         self._starting = asyncio.Semaphore(_STARTS_AT_ONCE)
 
     def capabilities(self) -> Capabilities:
-        """See SandboxBackend.capabilities. Images: those of the engine (see `image`)."""
+        """See SandboxBackend.capabilities. Supports the engine's images (see `image`)."""
         return Capabilities(
             backend=self.name,
             isolation="container",
@@ -95,9 +95,9 @@ class ContainerBackend(MachineBackend):
         )
 
     async def image(self, reference: str) -> Image:
-        """An image of the engine, for use in a template, under its id: the image that `reference` names now.
+        """The engine's image that `reference` names now, by its id, for use in a template.
 
-        Raises TemplateError if the engine has none.
+        Raises TemplateError if the engine does not have it.
         """
         shown = await self.engine.image(reference)
         config = shown.get("Config") or {}
@@ -106,7 +106,7 @@ class ContainerBackend(MachineBackend):
         return Image(shown["Id"], (), _variables(config.get("Env")), workspace, config.get("User") or "root")
 
     def doctor(self) -> list[str]:
-        """See SandboxBackend.doctor. Asks the engine for a sign of life."""
+        """See SandboxBackend.doctor. Checks that the engine answers."""
         program = self.engine.program
         if shutil.which(program) is None:
             return [f"{program} is not installed: install it, or use another backend"]
@@ -120,7 +120,7 @@ class ContainerBackend(MachineBackend):
             return [f"{program} does not work: {asked.stderr.strip()[-500:]}"]
         return []
 
-    # The life of a machine
+    # MachineBackend
 
     async def boot(self, sandbox: MachineSandbox) -> Channel:
         channel = await self._run(sandbox, self._image_for(sandbox.spec))
@@ -144,7 +144,7 @@ class ContainerBackend(MachineBackend):
     async def save(self, sandbox: MachineSandbox, kind: SnapshotKind, draft: SnapshotDraft) -> None:
         """See MachineBackend.save: commits the container's files."""
         draft.extra["image"] = image = f"{REPOSITORY}:{draft.id}"
-        async with sandbox.standing_still():
+        async with sandbox.frozen():
             container = self._containers[sandbox.id].name
             await self.engine.run("commit", "--pause=true", container, image, deadline_s=TRANSFER_S)
 
@@ -155,17 +155,17 @@ class ContainerBackend(MachineBackend):
         await self.engine.remove(container.name)
         if container.client is not None:
             await container.client.wait()
-        container.said.close()
-        for image in list(self._doomed):
+        container.stderr.close()
+        for image in list(self._unremoved_images):
             await self._drop_image(image)
 
     async def delete_snapshot(self, snapshot: str) -> None:
-        """See SandboxBackend.delete_snapshot. An image that is in use goes once its last user has."""
+        """See SandboxBackend.delete_snapshot. An image in use is removed when its last container stops."""
         await super().delete_snapshot(snapshot)
         await self._drop_image(f"{REPOSITORY}:{snapshot}")
 
     async def export_snapshot(self, snapshot: str, target: Path) -> None:
-        """See SandboxBackend.export_snapshot: with the image and all of its layers."""
+        """See SandboxBackend.export_snapshot: includes the image with all its layers."""
         with tempfile.TemporaryDirectory(prefix="etude-export-", dir=target.parent) as directory:
             parts = [Path(directory, name) for name in _EXPORT]
             await super().export_snapshot(snapshot, parts[0])
@@ -197,7 +197,7 @@ class ContainerBackend(MachineBackend):
             return await self._run_now(sandbox, image)
 
     async def _run_now(self, sandbox: MachineSandbox, image: str) -> Channel:
-        """A container of an image with the program inside, which answers."""
+        """Starts a container of an image with the program inside; its ready channel."""
         spec, name = sandbox.spec, f"etude-{sandbox.id}"
         container = self._containers[sandbox.id] = _Container(name, tempfile.TemporaryFile())  # noqa: SIM115  # stop() closes it
         ours, theirs = socket.socketpair()
@@ -205,17 +205,17 @@ class ContainerBackend(MachineBackend):
         labels = {OWNER_LABEL: owner_tag(), HOST_LABEL: boot_id()}
         try:
             with theirs:
-                # The server does not hand its own environment on to commands.
+                # The server does not pass its own environment to commands.
                 config = (await self.engine.image(image)).get("Config") or {}
                 sandbox.environment |= _variables(config.get("Env"))
                 if spec.template.image is not None:
                     sandbox.environment |= spec.template.image.env
                 workspace = spec.template.workspace
-                # As root in a template's own image, whose files belong to root.
+                # Commands run as root in a template's own image, whose files belong to root.
                 uid = COMMAND_UID if spec.template.image is None else None
                 words = create_arguments(sandbox.id, image, uid, workspace, spec.resources, labels)
                 await self.engine.create(name, words, pack_upload(workspace, uid))
-                container.client = await self.engine.attach(name, theirs, container.said)
+                container.client = await self.engine.attach(name, theirs, container.stderr)
             await channel.answer(READY, START_S)
             await channel.request(greeting(sandbox.id), b"", START_S)
         except SandboxError as error:
@@ -227,7 +227,7 @@ class ContainerBackend(MachineBackend):
         return channel
 
     def _image_for(self, spec: Spec) -> str:
-        """The image that a spec asks for; it is there. Raises TemplateError."""
+        """The name of the engine's image for a spec. Raises TemplateError for one of our layered images."""
         wanted = spec.template.image
         if wanted is not None and wanted.layers:
             raise TemplateError(
@@ -239,14 +239,14 @@ class ContainerBackend(MachineBackend):
         return self._default_image if wanted is None else wanted.name
 
     async def _drop_image(self, image: str) -> None:
-        """Removes an image now, or, while containers of it run, once they have stopped."""
+        """Removes an image now, or after its running containers have stopped."""
         if await self.engine.remove_image(image):
-            self._doomed.discard(image)
+            self._unremoved_images.discard(image)
         else:
-            self._doomed.add(image)
+            self._unremoved_images.add(image)
 
     async def _sweep(self) -> None:
-        """Once: removes containers whose owner on this host is dead (one that never came to attach)."""
+        """Once per process, removes containers whose owner on this host died before it attached."""
         if self._sweeping is None:
             self._sweeping = asyncio.create_task(self._remove_orphans())
         try:
@@ -263,21 +263,21 @@ class ContainerBackend(MachineBackend):
 
 
 def _explained(error: SandboxError, container: _Container, image: str) -> SandboxError | TemplateError:
-    """The same error with what the container and the engine said; an image without Python is the user's."""
-    said = container.last_words()
-    if "executable file" in said:
+    """Adds the container's error output to an error; a TemplateError if the image has no Python."""
+    stderr = container.stderr_tail()
+    if "executable file" in stderr:
         return TemplateError(
-            said,
+            stderr,
             field="sandbox.image",
             received=image,
             fix="use an image with python3 on its path",
         )
-    if "cgroups in hybrid mode" in said:
+    if "cgroups in hybrid mode" in stderr:
         error.fix = (
             'install runc, and write runtime = "runc" below [engine] in /etc/containers/containers.conf'
         )
-    if said:
-        error.args = (f"{error.message}; the container said: {said}", *error.args[1:])
+    if stderr:
+        error.args = (f"{error.message}; the container said: {stderr}", *error.args[1:])
         error.message = error.args[0]
     return error
 
@@ -287,7 +287,7 @@ def _variables(rows: list[str] | None) -> dict[str, str]:
 
 
 def _part(source: Path, directory: Path) -> None:
-    """Unpacks the two parts of an export. Raises SnapshotError."""
+    """Unpacks an export into its two parts. Raises SnapshotError."""
     unpack_files(source, directory)
     if {path.name for path in directory.iterdir()} != set(_EXPORT):
         raise SnapshotError(

@@ -1,5 +1,5 @@
-"""The command line of docker or podman: the words that sandboxes need, with deadlines and typed errors; how a
-sandbox's container is made, and what is copied into it before it starts."""
+"""Runs the command line of docker or podman with deadlines and typed errors; builds the arguments for a
+sandbox's container, and the archive that is copied into it before it starts."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from etude.sandbox.types import Resources
 PROGRAM = "/var/lib/etude/guest.pyz"
 BASE = "/var/lib/etude/base"
 IMAGE = "python:3.11-slim"
-"""Of sandboxes whose template names none. An image must hold Python 3.9 or newer, and a shell."""
+"""Default for templates without an image. An image must contain Python 3.9 or newer, and a shell."""
 COMMAND_UID = 1000
 OWNER_LABEL = "etude.owner"
 HOST_LABEL = "etude.host"
 SERVER_CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "KILL", "SETGID", "SETUID")
-"""What the server needs to run commands as another user and to look after that user's files and processes.
-Commands themselves have none, and get none back: no-new-privileges."""
+"""Needed by the server to run commands as another user and to manage that user's files and processes.
+Commands have none of them, and cannot regain any: no-new-privileges."""
 _SERVER_PROCESSES, _SERVER_FILES = 8, 256
 _SHARED_MEMORY_BYTES = 64 << 20
 _PROCESSES_OF_A_USER = 4096
-"""The kernel counts them over all containers, so that `num_processes` is kept by the pids limit. An engine
-that may not raise its own limit fails on the one that it would set by itself."""
+"""The kernel counts these over all containers, so `num_processes` is enforced by the pids limit. Set because
+an engine that may not raise its own limit fails on its default."""
 
 
 def create_arguments(
@@ -45,15 +45,15 @@ def create_arguments(
     resources: Resources,
     labels: Mapping[str, str],
 ) -> list[str]:
-    """The words of `create`: a container without network or mounts, with limits, that is removed when it
-    ends. `command_uid`: user id that commands run as; None: root's, with the server's capabilities."""
+    """The arguments of `create`: a container without network or mounts, with limits, that is removed when it
+    ends. `command_uid`: user id of commands; None: root, with the server's capabilities."""
     limits = {"nofile": resources.open_files + _SERVER_FILES, "fsize": max(resources.file_bytes, 1 << 20)}
     limits |= {"core": 0, "nproc": _PROCESSES_OF_A_USER}
     pids = resources.num_processes + _SERVER_PROCESSES
     words = ["--hostname", hostname, "--interactive", "--rm", "--pull=never", "--network=none"]
     words += ["--workdir=/", "--no-healthcheck", "--ipc=private", "--cgroupns=private"]
     words += ["--log-driver=none", "--cap-drop=ALL", "--security-opt=no-new-privileges"]
-    words += [f"--cap-add={one}" for one in SERVER_CAPABILITIES]
+    words += [f"--cap-add={capability}" for capability in SERVER_CAPABILITIES]
     words += [f"--memory={resources.memory_bytes}", f"--memory-swap={resources.memory_bytes}"]
     words += [f"--cpus={resources.cpus:g}", f"--pids-limit={pids}"]
     words += [f"--shm-size={min(resources.disk_bytes, _SHARED_MEMORY_BYTES)}"]
@@ -66,7 +66,7 @@ def create_arguments(
 
 
 def pack_upload(workspace: str, command_uid: int | None) -> bytes:
-    """The tar archive that is unpacked at `/` before the start: the program, and its directories."""
+    """The tar archive that is unpacked at `/` before the start: the program inside, and its directories."""
     owner, buffer = command_uid or 0, io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as archive:
         for name, mode, user, content in (
@@ -85,34 +85,34 @@ def pack_upload(workspace: str, command_uid: int | None) -> bytes:
 
 
 CALL_S = 60.0
-"""For commands that only change what the engine keeps about a container."""
+"""Deadline of commands that do not transfer images."""
 TRANSFER_S = 900.0
-"""For commands that move whole images."""
-_SAID_CHARS = 2000
+"""Deadline of commands that transfer whole images."""
+_STDERR_CHARS = 2000
 _MISSING = re.compile(r"no such (image|object)|image not known", re.IGNORECASE)
 _GONE = re.compile(r"no such container|no container with|already in progress", re.IGNORECASE)
 _IN_USE = re.compile(r"in use|being used|has dependent|must be forced", re.IGNORECASE)
 
 
 class EngineError(SandboxError):
-    """The engine refused a command, or did not end it in time."""
+    """A command of the engine failed, or did not end in time."""
 
-    def says(self, pattern: re.Pattern[str]) -> bool:
-        """Whether the engine's own words match."""
+    def matches(self, pattern: re.Pattern[str]) -> bool:
+        """Whether the engine's message matches."""
         return pattern.search(self.message) is not None
 
 
 class Engine:
-    """One container engine behind its command line. Every command has a deadline."""
+    """A container engine, used by its command line. Every command has a deadline."""
 
     def __init__(self, program: str) -> None:
-        """`program`: `docker` or `podman`, or a path of one."""
+        """`program`: `docker` or `podman`, or the path of one."""
         self.program = program
 
     async def run(
         self, *words: str, given: bytes = b"", deadline_s: float = CALL_S, scratch: str | None = None
     ) -> str:
-        """Runs `program words...` with `given` as its input: what it wrote. `scratch`: for its temporary
+        """Runs `program words...` with the input `given`; its output. `scratch`: directory of its temporary
         files. Raises EngineError."""
         pipe, env = asyncio.subprocess.PIPE, None if scratch is None else {**os.environ, "TMPDIR": scratch}
         try:
@@ -123,7 +123,7 @@ class Engine:
             raise self._error(words[0], f"it cannot be started: {error.strerror}") from error
         try:
             async with asyncio.timeout(deadline_s):
-                output, said = await process.communicate(given)
+                output, stderr = await process.communicate(given)
         except TimeoutError:
             raise self._error(words[0], f"no answer within {deadline_s:g} s") from None
         finally:
@@ -131,65 +131,65 @@ class Engine:
                 process.kill()
                 await process.wait()
         if process.returncode:
-            raise self._error(words[0], said.decode(errors="replace").strip()[-_SAID_CHARS:])
+            raise self._error(words[0], stderr.decode(errors="replace").strip()[-_STDERR_CHARS:])
         return output.decode(errors="replace").strip()
 
     async def create(self, container: str, arguments: Sequence[str], archive: bytes) -> None:
-        """Makes a container, which does not run yet, and unpacks a tar archive at its root."""
+        """Creates a container, which does not run yet, and unpacks a tar archive at its root."""
         await self.run("create", "--name", container, *arguments)
-        # Podman leaves what it read behind, in a file of its own.
+        # Podman leaves a temporary file with its input behind.
         with tempfile.TemporaryDirectory(prefix="etude-copy-") as scratch:
             await self.run("cp", "-", f"{container}:/", given=archive, scratch=scratch)
 
     async def attach(
-        self, container: str, line: socket.socket, said: IO[bytes]
+        self, container: str, line: socket.socket, stderr: IO[bytes]
     ) -> asyncio.subprocess.Process:
-        """Starts a container with `line` as its standard input and output, and `said` for standard error.
+        """Starts a container with `line` as its standard input and output, and `stderr` as standard error.
 
-        The process that carries them lives as long as the container does.
+        The returned client process runs as long as the container.
         """
         words = ("start", "--attach", "--interactive", container)
         return await asyncio.create_subprocess_exec(
-            self.program, *words, stdin=line.fileno(), stdout=line.fileno(), stderr=said
+            self.program, *words, stdin=line.fileno(), stdout=line.fileno(), stderr=stderr
         )
 
     async def remove(self, container: str) -> None:
-        """Kills and removes a container with its volumes; one that is gone is fine."""
+        """Kills and removes a container with its volumes, if it exists."""
         try:
             await self.run("rm", "--force", "--volumes", container)
         except EngineError as error:
-            if not error.says(_GONE):
+            if not error.matches(_GONE):
                 raise
 
     async def load_image(self, source: Path) -> None:
-        """Takes an image from an archive, under the name that it has there."""
+        """Loads an image from an archive, under the name that it has there."""
         await self.run("load", "--input", str(source), deadline_s=TRANSFER_S)
 
     async def labels(self, label: str, wanted: str) -> dict[str, str]:
-        """Of all containers that bear `label` (`key=value`): id -> value of the label `wanted`.
+        """Containers with `label` (`key=value`): id -> value of their label `wanted`.
 
-        One that ends meanwhile is left out.
+        Skips containers that end meanwhile.
         """
         found = (await self.run("ps", "--all", "--quiet", "--filter", f"label={label}")).split()
         shown = "{{index .Config.Labels " + json.dumps(wanted) + "}}"
         values: dict[str, str] = {}
-        for one in found:
+        for container in found:
             try:
-                values[one] = await self.run("inspect", "--format", shown, one)
+                values[container] = await self.run("inspect", "--format", shown, container)
             except EngineError as error:
-                if not error.says(_GONE) and not error.says(_MISSING):
+                if not error.matches(_GONE) and not error.matches(_MISSING):
                     raise
         return values
 
     async def image(self, reference: str) -> dict[str, Any]:
-        """What the engine says of an image: its `Id`, and `Config` with `Env`, `WorkingDir`, `User`.
+        """The engine's description of an image: its `Id`, and `Config` with `Env`, `WorkingDir`, `User`.
 
-        Raises TemplateError if it has none of that name.
+        Raises TemplateError if there is no image of that name.
         """
         try:
             shown = await self.run("image", "inspect", reference)
         except EngineError as error:
-            if not error.says(_MISSING):
+            if not error.matches(_MISSING):
                 raise
             raise TemplateError(
                 f"{self.program} has no such image",
@@ -200,13 +200,13 @@ class Engine:
         return json.loads(shown)[0]
 
     async def remove_image(self, image: str) -> bool:
-        """Removes an image; one that is gone is fine. False: a container uses it still."""
+        """Removes an image, if it exists. False: a container still uses it."""
         try:
             await self.run("rmi", image)
         except EngineError as error:
-            if error.says(_IN_USE):
+            if error.matches(_IN_USE):
                 return False
-            if not error.says(_MISSING):
+            if not error.matches(_MISSING):
                 raise
         return True
 

@@ -169,8 +169,8 @@ class RemoteProbe:
         """The capacity of the server's machine. Greets the server first, which kills the sandboxes that an
         earlier client of the same name left there. Raises as `pressure`."""
         await self._backend.hello()
-        line = self._backend.line
-        found = line.decoded(CAPACITY.validate_python, await line.call("GET", "capacity"))
+        line = self._backend.connection
+        found = line.decode_with(CAPACITY.validate_python, await line.call("GET", "capacity"))
         return replace(found, **self._overrides)
 
     async def pressure(self) -> Pressure | None:
@@ -179,9 +179,9 @@ class RemoteProbe:
         Not retried: the next heartbeat asks again. Raises SandboxLostError if the server cannot be
         reached, SandboxError for a malformed answer, and what the server raises.
         """
-        line = self._backend.line
+        line = self._backend.connection
         raw = await line.call("GET", "pressure")
-        return None if raw is None else line.decoded(PRESSURE.validate_python, raw)
+        return None if raw is None else line.decode_with(PRESSURE.validate_python, raw)
 
 
 CAPACITY, PRESSURE = TypeAdapter(Capacity), TypeAdapter(Pressure)

@@ -127,7 +127,7 @@ class GvisorBackend(MachineBackend):
 
         def on_end() -> None:
             if self._containers.get(sandbox.id) is container:
-                self.lost(sandbox)
+                self.mark_lost(sandbox)
 
         container.watch(sandbox.spec.resources, channel, on_end)
 
@@ -135,7 +135,7 @@ class GvisorBackend(MachineBackend):
         if kind != "full":
             raise self.unsupported(kind)
         container = self._containers[sandbox.id]
-        async with sandbox.held() as channel:
+        async with sandbox.held_for_copy() as channel:
             try:
                 await container.checkpoint(draft.directory, self.checkpoint_s)
             finally:

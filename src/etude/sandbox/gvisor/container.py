@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Literal
 
 from etude.errors import SandboxError
-from etude.kit.tasks import to_the_end
+from etude.kit.tasks import finish_despite_cancel
 from etude.sandbox.channel import READY, Channel
 from etude.sandbox.guarded import GuardedProcess
 from etude.sandbox.gvisor.bundle import Interpreter, configuration
@@ -181,7 +181,7 @@ class Container:
         try:
             # Completed even if the caller is cancelled, so that `end` knows what to free.
             async with self._spawning:
-                await to_the_end(self._spawn(resources, hostname, image, theirs))
+                await finish_despite_cancel(self._spawn(resources, hostname, image, theirs))
         except BaseException:
             ours.close()
             raise

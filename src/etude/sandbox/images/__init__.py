@@ -1,1 +1,1 @@
-"""Root file systems for sandboxes: layers, named images, and the ways to come by them."""
+"""Root file systems for sandboxes: layers, named images, and how to import and build them."""

@@ -1,8 +1,8 @@
-"""Archives of strangers, while they are read: decompressed, digested, bounded and checked; and where the
-parts of an image's archive lie, in a directory or in a tar file that is read in place.
+"""Reads untrusted archives: decompresses, digests, limits and checks them; and gives access to the parts of
+an image archive, in a directory or in a tar file.
 
-By itself the standard library's reader of tar archives takes a damaged header in mid-archive, or none at all,
-for the end, and reads a header of any size into memory."""
+The standard library's tar reader alone takes a damaged or missing header for the end of the archive, and
+reads headers of any size into memory."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from etude.sandbox.errors import TemplateError
 
 CHUNK_BYTES = 1 << 20
 MAX_HEADER_BYTES = 1 << 16
-"""Of one pax header or long name."""
+"""Most bytes of one pax header or long name."""
 _LONG = (tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE, tarfile.GNUTYPE_LONGNAME,
          tarfile.GNUTYPE_LONGLINK)  # fmt: skip
 
 
 class Readable(Protocol):
-    """What an archive is read from."""
+    """A binary stream that an archive is read from."""
 
     def read(self, size: int = -1, /) -> bytes: ...
 
 
 class Member(tarfile.TarInfo):
-    """A header that is whole, or the error that says why not."""
+    """A tar header that raises ReadError if it is damaged, missing or too large."""
 
     @classmethod
     def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Member:
@@ -56,9 +56,9 @@ class Member(tarfile.TarInfo):
 
 @contextlib.contextmanager
 def open_archive(stream: Readable, name: str, is_file: bool = False) -> Iterator[tarfile.TarFile]:
-    """The archive in a stream, or in a file that can be read in any order.
+    """Opens the archive in a stream, or with `is_file` in a seekable file.
 
-    Raises TemplateError, in the block too, for whatever is not a whole archive; `name` stands in it.
+    Raises TemplateError, also within the block, if the archive is not whole; `name` is the error's field.
     """
     source: Any = stream
     how: Any = {"tarinfo": Member, "encoding": "utf-8"}
@@ -78,11 +78,11 @@ def open_archive(stream: Readable, name: str, is_file: bool = False) -> Iterator
 _GZIP, _ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
 _DAMAGE = (EOFError, zlib.error, gzip.BadGzipFile, zstandard.ZstdError)
 _WINDOW_BYTES = 1 << 27
-"""Memory that a zstd stream may ask for."""
+"""Most memory that a zstd stream may require."""
 
 
 class DigestReader:
-    """Passes a stream on, digests it, and raises TemplateError beyond `limit_bytes`."""
+    """Wraps a stream: computes its digest, and raises TemplateError beyond `limit_bytes`."""
 
     def __init__(self, stream: Readable, name: str, limit_bytes: int) -> None:
         self._stream = stream
@@ -115,11 +115,11 @@ class DigestReader:
 
     @property
     def digest(self) -> str:
-        """`sha256:...` of what was read so far."""
+        """The digest of the bytes read so far, `sha256:...`."""
         return f"sha256:{self._state.hexdigest()}"
 
     def check(self, expected: str | None) -> None:
-        """Raises TemplateError if what was read so far has another digest; None: it may have any."""
+        """Raises TemplateError if the bytes read so far have another digest; None: any digest is accepted."""
         if expected is not None and self.digest != expected:
             raise TemplateError(
                 f"the content is not what its digest says: it has {self.digest}", field=self._name,
@@ -128,7 +128,7 @@ class DigestReader:
 
 
 class _Rewound:
-    """A stream whose first bytes have been looked at."""
+    """A stream whose first bytes were read already, and are returned again."""
 
     def __init__(self, head: bytes, stream: Readable) -> None:
         self._head = head
@@ -143,7 +143,7 @@ class _Rewound:
 
 
 def decompressed(stream: Readable) -> Readable:
-    """The stream itself, or what gzip or zstd made it of, recognised by its first bytes."""
+    """Decompresses a gzip or zstd stream, recognised by its first bytes; any other is returned as it is."""
     head = b""
     while len(head) < 4 and (more := stream.read(4 - len(head))):
         head += more
@@ -157,7 +157,7 @@ def decompressed(stream: Readable) -> Readable:
 
 
 MAX_DOCUMENT_BYTES = 4 << 20
-"""Of an index, a manifest or a configuration."""
+"""Most bytes of an index, a manifest or a configuration."""
 MAX_ARCHIVE_BYTES = 64 << 30
 MAX_MEMBERS = 100_000
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}\Z")
@@ -165,14 +165,14 @@ _MAX_LINKS = 8
 
 
 class DirectoryBlobs:
-    """Named parts of an image archive, as files below a directory. A name or link that leads out of it names
-    nothing."""
+    """The named parts of an image archive as files below a directory. Names and links that lead out of it are
+    treated as missing."""
 
     def __init__(self, root: Path) -> None:
         self._root = root.resolve()
 
     def has(self, name: str) -> bool:
-        """Whether there is such a file."""
+        """Whether the file exists."""
         path = self._root / name
         return path.is_file() and path.resolve().is_relative_to(self._root)
 
@@ -190,7 +190,7 @@ class DirectoryBlobs:
 
 
 class TarBlobs:
-    """The same as members of an uncompressed tar file, which stays open."""
+    """The named parts of an image archive as members of an uncompressed tar file, which stays open."""
 
     def __init__(self, archive: tarfile.TarFile, name: str) -> None:
         self._archive = archive
@@ -201,7 +201,7 @@ class TarBlobs:
             self._members[posixpath.normpath(member.name).lstrip("/")] = member
 
     def has(self, name: str) -> bool:
-        """Whether there is such a member."""
+        """Whether the member exists."""
         return self._find(name) is not None
 
     @contextlib.contextmanager
@@ -214,7 +214,7 @@ class TarBlobs:
             yield contents
 
     def _find(self, name: str) -> tarfile.TarInfo | None:
-        """A regular file. Old archives of `docker save` name equal layers by links."""
+        """Resolves a name to a regular file; old `docker save` archives store equal layers as links."""
         for _ in range(_MAX_LINKS):
             name = posixpath.normpath(name)
             member = self._members.get(name)
@@ -230,7 +230,7 @@ Blobs = DirectoryBlobs | TarBlobs
 
 @contextlib.contextmanager
 def open_blobs(source: Path, scratch: Path) -> Iterator[Blobs]:
-    """The parts of an image directory or archive; a compressed archive is unpacked into `scratch` first."""
+    """Opens an image directory or archive; a compressed archive is decompressed into `scratch` first."""
     if source.is_dir():
         yield DirectoryBlobs(source)
         return
@@ -256,14 +256,14 @@ def open_blobs(source: Path, scratch: Path) -> Iterator[Blobs]:
 
 
 def blob_name(digest: object) -> str:
-    """Where OCI keeps a blob. Raises TemplateError for anything but a SHA-256 digest."""
+    """The path of a blob in an OCI layout. Raises TemplateError for anything but a SHA-256 digest."""
     if not isinstance(digest, str) or not _DIGEST.match(digest):
         raise TemplateError("is no SHA-256 digest", field="image", received=digest)
     return f"blobs/sha256/{digest.removeprefix('sha256:')}"
 
 
 def read_document(blobs: Blobs, name: str, digest: str | None = None) -> bytes:
-    """A small part, whole. Raises TemplateError if it is too large, or not what `digest` says."""
+    """Reads a small part. Raises TemplateError if it is too large, or does not have the `digest`."""
     with blobs.open(name) as stream:
         reader = DigestReader(stream, name, MAX_DOCUMENT_BYTES)
         data = b"".join(iter(reader.read, b""))

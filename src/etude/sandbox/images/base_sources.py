@@ -1,4 +1,4 @@
-"""Where the image lies that FROM names: a file that a map gives, the store, or Debian's packages."""
+"""Resolves the base images that FROM names: from configured files, the store, or Debian packages."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 EPOCH_S = 946684800
 """Time of all files: 2000-01-01. Not 1970, because zip archives (and so Python wheels) begin at 1980."""
 _NUM_NAMED = 12
-"""Images of the store that an error names."""
+"""Most images of the store that an error lists."""
 _TASKS = ("harbor/", "beginning/", "made/")
-"""Beginnings of names of images that were built for tasks: none is meant by FROM."""
+"""Prefixes of images that were built for tasks, which no FROM refers to."""
 _SLIM = tuple(f"path-exclude=/usr/share/{name}/*" for name in ("doc", "info", "locale", "man"))
 _CLEANING = (
     'find "$1"/var/lib/apt/lists "$1"/var/cache/apt "$1"/var/cache/ldconfig "$1"/var/log -type f -delete',
     'rm -rf "$1"/var/cache/debconf/*-old "$1"/var/lib/dpkg/*-old "$1"/root/.cache',
     ': >"$1"/etc/machine-id; echo sandbox >"$1"/etc/hostname; : >"$1"/etc/resolv.conf',
 )
-# Debian's pip refuses to install beside apt; in a sandbox that protects nobody.
+# Debian's pip refuses to install outside of apt; in a sandbox that has no use.
 _FREE_PIP = ('rm -f "$1"/usr/lib/python3*/EXTERNALLY-MANAGED',)
 _PYTHON = ("ca-certificates", "python-is-python3", "python3", "python3-pip", "python3-pytest", "python3-venv")
 _TOOLS = ("build-essential", "ca-certificates", "curl", "git")
@@ -57,13 +57,13 @@ BASES = {
     "python:3.11-slim": _PYTHON_SLIM,
     "python:3.11-slim-bookworm": _PYTHON_SLIM,
 }
-"""What FROM may name without anybody having imported it."""
+"""The base images that FROM may name without an import."""
 
 
 async def make_base(name: str, store: ImageStore, timeout_s: float = BUILD_TIMEOUT_S) -> Image:
-    """One of `BASES`, made anew of Debian's packages (minutes) and saved in the store.
+    """Builds one of `BASES` from Debian packages (takes minutes) and saves it in the store.
 
-    Raises ResourceError if mmdebstrap is missing or its sources cannot be reached.
+    Raises ResourceError if mmdebstrap is missing or its package sources cannot be reached.
     """
     base = BASES[name]
 
@@ -90,22 +90,22 @@ def _options(base: Base) -> list[str]:
 
 
 TRANSPORTS = ("oci", "oci-archive", "docker-archive")
-"""Of files, in the words of buildah and skopeo."""
+"""The file transports of buildah and skopeo."""
 
 
 @dataclass(frozen=True, slots=True)
 class BaseFile:
-    """An image outside the store."""
+    """An image file outside the store."""
 
     transport: str
     path: Path
     tag: str
-    """Which of several; empty where there is one."""
+    """Selects one of several images; empty if there is only one."""
 
     @classmethod
     def find(cls, text: str | None) -> BaseFile | None:
-        """Reads `oci:DIRECTORY[:TAG]`, `oci-archive:FILE[:TAG]` or `docker-archive:FILE[:TAG]`; None for what
-        names no file. Raises TemplateError for what is not there."""
+        """Parses `oci:DIRECTORY[:TAG]`, `oci-archive:FILE[:TAG]` or `docker-archive:FILE[:TAG]`; None for any
+        other text. Raises TemplateError if the file does not exist."""
         transport, _, rest = (text or "").partition(":")
         if transport not in TRANSPORTS or not rest:
             return None
@@ -120,16 +120,16 @@ class BaseFile:
             )  # fmt: skip
         return cls(transport, path, tag)
 
-    def mark(self) -> str:
-        """Another one when the file has changed."""
+    def fingerprint(self) -> str:
+        """Path, size and modification time, which differ once the file has changed."""
         status = (self.path / "index.json" if self.path.is_dir() else self.path).stat()
         return f"{self.transport}:{self.path.resolve()}:{self.tag} {status.st_size} {status.st_mtime_ns}"
 
 
 async def find_base(name: str, store: ImageStore, bases: Mapping[str, str] | None = None) -> Image:
-    """The image that FROM `name` starts with, in the store: imported or made now if it must be.
+    """The image that `FROM name` means, imported or built into the store if needed.
 
-    `bases`: as `BuildOptions.bases`. Raises TemplateError if it cannot be had.
+    `bases`: as `BuildOptions.bases`. Raises TemplateError if it is not available.
     """
     source = (bases or {}).get(name)
     file = BaseFile.find(source)
@@ -139,9 +139,9 @@ async def find_base(name: str, store: ImageStore, bases: Mapping[str, str] | Non
 
 
 async def find_in_store(name: str, store: ImageStore) -> Image:
-    """An image of the store, made of Debian's packages if it is one of those and not there yet.
+    """An image of the store; if it is one of `BASES` and missing, it is built first.
 
-    Raises TemplateError if there is none, ResourceError if it cannot be made.
+    Raises TemplateError if there is no such image, ResourceError if it cannot be built.
     """
     found = await asyncio.to_thread(find_stored, name, store)
     if found is not None:
@@ -150,7 +150,7 @@ async def find_in_store(name: str, store: ImageStore) -> Image:
         if candidate in BASES:
             return await make_base(candidate, store)
     names = await asyncio.to_thread(store.list)
-    stored = [one for one in names if one not in BASES and not one.startswith(_TASKS)]
+    stored = [entry for entry in names if entry not in BASES and not entry.startswith(_TASKS)]
     rest = [f"{len(stored) - _NUM_NAMED} more of the store"] if len(stored) > _NUM_NAMED else []
     known = ", ".join([*stored[:_NUM_NAMED], *rest, *sorted(BASES)])
     raise TemplateError(
@@ -161,12 +161,12 @@ async def find_in_store(name: str, store: ImageStore) -> Image:
 
 
 def find_stored(name: str, store: ImageStore) -> Image | None:
-    """The image if the store has it now. Raises TemplateError for a damaged one."""
+    """The image if the store has it; else None. Raises TemplateError for a damaged one."""
     return next((store.load(candidate) for candidate in _candidates(name) if store.has(candidate)), None)
 
 
 def full_name(name: str) -> str:
-    """What Docker takes a name for: `python:3.11` is `docker.io/library/python:3.11`."""
+    """Docker's full form of a name: `python:3.11` is `docker.io/library/python:3.11`."""
     host, slash, _ = name.partition("/")
     if not slash:
         return f"docker.io/library/{name}"
@@ -174,7 +174,7 @@ def full_name(name: str) -> str:
 
 
 def _candidates(name: str) -> list[str]:
-    """What an image may be called that FROM names so."""
+    """The names under which the image that FROM names may be stored."""
     short = name.removeprefix("docker.io/").removeprefix("library/")
     names = [name, short]
     names += [] if ":" in short or "@" in short else [f"{short}:latest"]

@@ -1,15 +1,15 @@
-"""Runs the program `buildah`, enclosed: as root of namespaces of its own, a user without rights to the host.
+"""Runs the program `buildah` in its own namespaces, as a root user that has no rights on the host.
 
-    ROOT/storage/         what buildah keeps between builds: base images, and what each instruction made
-    ROOT/names.json       name -> what buildah has under it, as `BaseFile.mark`
-    ROOT/work/<any>/      one build each; goes with the build, or with its process
+    ROOT/storage/         buildah's storage between builds: base images, and the layers of instructions
+    ROOT/names.json       name -> fingerprint of the image that buildah has under it
+    ROOT/work/<any>/      working directory of one build; removed with the build, or with its process
     ROOT/work/<any>/own/  its home, its result
-    ROOT/work/<any>/<any> what it is given: its context, bases
-    ROOT/lock             shared by builds; held alone by what tidies up
+    ROOT/work/<any>/<any> its input files: the context, base images
+    ROOT/lock             shared by builds; exclusive for cleaning up
 
-The program sees ROOT as `/tmp`. `storage`, `own` and the files that it is given belong to root inside; the
-directories that lead there belong to root of the host, so that nothing inside can put a link in their place.
-Any number of builds, of several processes, may share one ROOT.
+The program sees ROOT as `/tmp`. `storage`, `own` and the input files belong to the root user of the
+namespaces; their parent directories belong to the host's root, so that nothing inside can replace them by
+links. Any number of builds, of several processes, may share one ROOT.
 """
 
 from __future__ import annotations
@@ -38,37 +38,37 @@ from etude.sandbox.network.streams import AsyncioStream
 _REGISTRIES = "registries.conf"
 NUM_IDS = 1 << 16
 OUTPUT_CHARS = 64_000
-"""Of one command's output, the end is kept."""
+"""How much of the end of a command's output is kept."""
 _ENVIRONMENT = {"_CONTAINERS_USERNS_CONFIGURED": "done", "LC_ALL": "C.UTF-8"}
-"""It is root of a user namespace already, and need not make one."""
+"""Tells buildah that it is already root of a user namespace, and need not create one."""
 
 OnLine = Callable[[str], object]
 
 
 class Buildah:
-    """One build's use of buildah: its directory `work`, and what buildah keeps for all."""
+    """buildah for one build: the build's working directory, and the storage shared by all builds."""
 
     def __init__(self, root: Path, work: Path, ids: SpareIds, proxy: EgressProxy | None) -> None:
         """`work`: new and empty. Raises OSError."""
         self.root = root
         self.own = work / "own"
-        """What the program may write in; what lies there may be anything."""
+        """The directory in which the program may write; its contents are untrusted."""
         self._work = work
         self._ids = ids
         self._proxy = proxy
         (work / _REGISTRIES).write_text('unqualified-search-registries = ["docker.io"]\n')
         self.own.mkdir(mode=0o700)
-        self._own(self.own)
+        self._chown(self.own)
         work.chmod(0o711)
 
     def inside(self, path: Path) -> str:
-        """Where buildah sees a file of its root."""
+        """The path at which buildah sees a file below its root."""
         return f"{MOUNT_POINT}/{path.relative_to(self.root)}"
 
     async def run(self, *words: str, on_line: OnLine | None = None) -> tuple[int, str]:
-        """Runs `buildah words...`: its exit status and the end of what it wrote. Cancelled, it kills all.
+        """Runs `buildah words...`; its exit status and the end of its output. Cancelled, it kills all.
 
-        Raises ResourceError if there can be no namespaces.
+        Raises ResourceError if namespaces are not available.
         """
         status, output = await self.enclose(["buildah", *self._settings(), *words], on_line)
         if status == FAILED and output.startswith(REASON):
@@ -78,8 +78,8 @@ class Buildah:
             )  # fmt: skip
         return status, output
 
-    def give(self, source: Path) -> Path:
-        """Copies a file or directory to where buildah may read it. Raises OSError."""
+    def copy_in(self, source: Path) -> Path:
+        """Copies a file or directory to a place where buildah may read it. Raises OSError."""
         target = self.make_folder() / "given"
         if source.is_dir():
             shutil.copytree(source, target, symlinks=True)
@@ -88,30 +88,30 @@ class Buildah:
         return self.open_folder(target)
 
     def make_folder(self) -> Path:
-        """A new directory for one thing, closed to buildah until `open_folder`. Raises OSError."""
+        """A new input directory, inaccessible to buildah until `open_folder`. Raises OSError."""
         folder = self._work / uuid.uuid4().hex
         folder.mkdir(mode=0o700)
         return folder
 
     def open_folder(self, target: Path) -> Path:
-        """Gives away what was put in a folder of `make_folder`, and lets buildah in. Raises OSError."""
+        """Makes `target`, in a folder of `make_folder`, the property of buildah's user, and the folder
+        accessible. Raises OSError."""
         for folder, folders, files in os.walk(target, topdown=False):
             for name in (*folders, *files):
-                self._own(Path(folder, name))
-        self._own(target)
+                self._chown(Path(folder, name))
+        self._chown(target)
         target.parent.chmod(0o711)
         return target
 
-    async def tidy(self) -> None:
-        """Removes what killed builds left; for the one that holds the lock alone."""
+    async def remove_leftovers(self) -> None:
+        """Removes containers of killed builds. The caller holds the exclusive lock."""
         lists = self.root.glob("storage/*-containers/containers.json")
         if any(path.stat().st_size > len("[]") for path in lists):
             await self.run("rm", "--all")
 
     async def empty_storage(self) -> None:
-        """Removes what buildah keeps, some of it owned by users that only the namespaces have.
-
-        Raises ResourceError if that fails.
+        """Deletes buildah's storage from within the namespaces, as some files belong to users that exist only
+        there. Raises ResourceError if that fails.
         """
         status, output = await self.enclose(["find", f"{MOUNT_POINT}/storage", "-mindepth", "1", "-delete"])
         if status:
@@ -121,7 +121,7 @@ class Buildah:
             )  # fmt: skip
 
     def _settings(self) -> list[str]:
-        """Where its storage lies, and how it reads short names: as Docker does, whatever files say here."""
+        """Options for the storage, and for short names: as in Docker, whatever this host configures."""
         places = {
             "root": f"{MOUNT_POINT}/storage",
             "runroot": self.inside(self.own / "run"),
@@ -132,9 +132,9 @@ class Buildah:
         return [f"--{key}={value}" for key, value in places.items()]
 
     async def enclose(self, command: list[str], on_line: OnLine | None = None) -> tuple[int, str]:
-        """Runs any program so. See `run`; FAILED where there can be no namespaces."""
+        """Runs any program like `run`; its exit status is FAILED if namespaces are not available."""
         ours, theirs = socket.socketpair()
-        # Without a way out nothing listens inside, not even for a moment.
+        # Without a proxy nothing listens inside.
         number = -1 if self._proxy is None else theirs.fileno()
         words = [str(number), str(self.root), *self._ids.to_arguments(), "--", *command]
         with ours, theirs:
@@ -157,7 +157,7 @@ class Buildah:
 
     @contextlib.asynccontextmanager
     async def _served(self, line: socket.socket) -> AsyncIterator[None]:
-        """Serves what asks for the network inside, if anything may."""
+        """Serves the program's network requests by the proxy, if there is one."""
         proxy = self._proxy
         if proxy is None:
             yield
@@ -179,14 +179,14 @@ class Buildah:
         path = os.environ.get("PATH", "/usr/sbin:/usr/bin:/sbin:/bin")
         return {**_ENVIRONMENT, "PATH": path, "HOME": home, "TMPDIR": home, **proxy}
 
-    def _own(self, path: Path) -> None:
-        """Makes one file, or a link itself, the property of root inside."""
+    def _chown(self, path: Path) -> None:
+        """Makes one file, or a link itself, the property of the namespaces' root."""
         os.chown(path, self._ids.first_uid, self._ids.first_gid, follow_symlinks=False)
 
 
 @contextlib.asynccontextmanager
 async def open_buildah(root: Path, proxy: EgressProxy | None = None) -> AsyncIterator[Buildah]:
-    """Buildah with its storage at `root`, for one build; `proxy`: the way out of its network.
+    """buildah with its storage at `root`, for one build; `proxy`: its network access.
 
     Raises ResourceError if buildah is missing, or this process is not root.
     """
@@ -197,15 +197,15 @@ async def open_buildah(root: Path, proxy: EgressProxy | None = None) -> AsyncIte
         )  # fmt: skip
     with open_root(root, proxy) as (buildah, lock):
         if lock.alone:
-            await buildah.tidy()
+            await buildah.remove_leftovers()
         await asyncio.to_thread(lock.share)
         yield buildah
 
 
 async def remove_storage(root: Path) -> None:
-    """Removes what buildah keeps to be faster.
+    """Deletes buildah's storage, which is only a cache.
 
-    Raises ResourceError while something is being built, and if it cannot be removed.
+    Raises ResourceError while a build runs, and if it cannot be deleted.
     """
     if not (root / "storage").exists():
         return
@@ -219,9 +219,9 @@ async def remove_storage(root: Path) -> None:
 
 @contextlib.contextmanager
 def open_root(root: Path, proxy: EgressProxy | None = None) -> Iterator[tuple[Buildah, Lock]]:
-    """A directory for one use of `root`, and the lock on `root`: nobody else's, if nobody else is there.
+    """A `Buildah` with a new working directory in `root`, and the lock on `root`, exclusive if it is free.
 
-    Raises ResourceError if this process is not root, or a link lies where a directory must.
+    Raises ResourceError if this process is not root, or if a link is in the place of a directory.
     """
     ids = find_ids()
     works = root / "work"
@@ -242,7 +242,7 @@ def open_root(root: Path, proxy: EgressProxy | None = None) -> Iterator[tuple[Bu
 
 
 def _make_directory(path: Path, uid: int, gid: int, mode: int) -> None:
-    """Makes a directory, or makes it the property of a user. Raises ResourceError for anything else there."""
+    """Creates a directory if needed and sets its owner. Raises ResourceError for anything else there."""
     with contextlib.suppress(FileExistsError):
         path.mkdir(mode=0o700)
     if path.is_symlink() or not path.is_dir():
@@ -255,7 +255,7 @@ def _make_directory(path: Path, uid: int, gid: int, mode: int) -> None:
 
 
 class Lock:
-    """A lock on a storage: held alone, or shared by builds."""
+    """The lock on a storage: exclusive, or shared by builds."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -266,14 +266,14 @@ class Lock:
             self.alone = False
 
     def share(self) -> None:
-        """Waits for one that holds it alone, which takes no longer than tidying up."""
+        """Takes the shared lock; waits for an exclusive holder, which only cleans up."""
         fcntl.flock(self._descriptor, fcntl.LOCK_SH)
 
 
 def find_ids() -> SpareIds:
-    """65,536 ids for the users of builds, the same each time: what they leave belongs to them.
+    """65,536 ids for the users of builds, always the same ones, which own the files in the storage.
 
-    Raises ResourceError for a plain user, as whom root of the builds would have to act.
+    Raises ResourceError if this process is not root, as the builds' root would then map to its user.
     """
     if os.geteuid() == 0:
         return SpareIds(BUILD_IDS, BUILD_IDS, NUM_IDS)
@@ -284,7 +284,7 @@ def find_ids() -> SpareIds:
 
 
 async def _read(stream: asyncio.StreamReader, on_line: OnLine | None) -> str:
-    """Reads to the end; returns the end of it."""
+    """Reads a stream to its end; returns the last `OUTPUT_CHARS`."""
     kept, begun = b"", b""
     while data := await stream.read(1 << 16):
         kept = (kept + data)[-OUTPUT_CHARS:]

@@ -1,8 +1,8 @@
-"""Images from Dockerfiles, built by `buildah`: each RUN without rights to the host, and without its network.
+"""Builds images from Dockerfiles by `buildah`; RUN has no rights on the host and no access to its network.
 
-What FROM names comes from a map (`bases`), else from the store, else from Debian's packages. buildah is asked
-for the build; where it lacks a base it says so, is given that, and is asked again. It keeps what each
-instruction made, so that equal beginnings are built once.
+FROM resolves to a configured file (`bases`), else to the store, else to Debian packages. The build is
+started; if buildah reports a missing base image, that is supplied and the build is started again. buildah
+caches the layer of each instruction, so that equal beginnings are built once.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from etude.sandbox.images.built import (
     BuildInputs,
     BuildOptions,
     LastCopy,
-    find_mark,
-    note_build,
-    recall_build,
+    find_build,
+    find_fingerprint,
+    record_build,
 )
 from etude.sandbox.images.image_store import ImageStore, check_name
 from etude.sandbox.images.oci import architecture, export_image, import_image
@@ -35,7 +35,7 @@ from etude.sandbox.network.proxy import EgressProxy
 from etude.sandbox.template import Image
 
 BUILDAH = "buildah"
-"""The directory of a store where buildah keeps what it made."""
+"""The directory of a store with buildah's storage."""
 _TAIL_CHARS = 2000
 _BUD = (
     "bud",
@@ -45,9 +45,9 @@ _BUD = (
     "--pull-never",
     "--cap-drop=CAP_SYS_CHROOT",
 )
-"""Who may change the root leaves the one that `chroot` gave."""
+"""CAP_SYS_CHROOT is dropped, as a process with it can leave a `chroot`."""
 _LIMITS = "nofile=1024:4096"
-"""The program's own default is more than some machines let anybody have."""
+"""buildah's own default exceeds the limit of some machines."""
 _LACKS = re.compile(
     r"creating build container: (?P<base>\S+): image not known"
     r"|COPY --from=(?P<source>\S+): no stage or image found"
@@ -68,12 +68,12 @@ async def build_image(
     options: BuildOptions | None = None,
     on_line: OnLine | None = None,
 ) -> Image:
-    """Builds the Dockerfile of the directory `context`, and keeps the image in the store under `name`.
+    """Builds the Dockerfile of the directory `context`, and saves the image in the store under `name`.
 
     `dockerfile`: its path in `context`; `args`: values of ARGs; `target`: a stage (default: the last).
-    `on_line` is called with each line that buildah writes. Raises TemplateError for an instruction that fails
-    (with the end of its output), a missing base, an image for another machine, a build that takes too long;
-    ResourceError where buildah is missing or cannot run.
+    `on_line` is called with each line of output. Raises TemplateError for an instruction that fails (with the
+    end of its output), a missing base, an image for another machine, a timeout; ResourceError if buildah is
+    missing or cannot run.
     """
     check_name(name)
     options = options or BuildOptions()
@@ -85,21 +85,21 @@ async def build_image(
         raise TemplateError(
             f"cannot be read: {error.strerror}", field="context", received=str(error.filename)
         ) from error
-    if not options.fresh and key and (known := await asyncio.to_thread(recall_build, store, key, name)):
+    if not options.fresh and key and (known := await asyncio.to_thread(find_build, store, key, name)):
         return known
     image = await _build_in_two(build, name, store, on_line)
     if image is None:
         image = await _build_whole(build, name, store, on_line)
-    if key and await asyncio.to_thread(build.find_key, store) == key:  # nobody wrote in the context meanwhile
-        await asyncio.to_thread(note_build, store, key, image)
+    if key and await asyncio.to_thread(build.find_key, store) == key:  # the context has not changed meanwhile
+        await asyncio.to_thread(record_build, store, key, image)
     return image
 
 
 async def _build_in_two(
     build: BuildInputs, name: str, store: ImageStore, on_line: OnLine | None
 ) -> Image | None:
-    """The image of a Dockerfile that ends with a copy of a directory, whose beginning is built once for all
-    that begin alike; None for another one."""
+    """Builds a Dockerfile that ends with a copy of a directory: its beginning is built once for all with the
+    same beginning, and the copy added as a layer. None for any other Dockerfile."""
     if build.args or build.target:
         return None
     last = await asyncio.to_thread(LastCopy.find, build.context, build.dockerfile)
@@ -121,9 +121,9 @@ async def _build_whole(build: BuildInputs, name: str, store: ImageStore, on_line
                 asyncio.timeout(options.deadline_s) as limit,
                 open_buildah(root / BUILDAH, proxy) as buildah,
             ):
-                making = _Build(buildah, store, options, build.dockerfile, limit)
-                words = await asyncio.to_thread(making.make_words, build.context, build.args, build.target)
-                return await making.run(words, name, on_line)
+                run = _BuildRun(buildah, store, options, build.dockerfile, limit)
+                words = await asyncio.to_thread(run.make_arguments, build.context, build.args, build.target)
+                return await run.build(words, name, on_line)
     except TimeoutError as error:
         raise TemplateError(
             f"the build took longer than {options.deadline_s:g} s and was ended", field=build.dockerfile,
@@ -134,7 +134,7 @@ async def _build_whole(build: BuildInputs, name: str, store: ImageStore, on_line
 
 @contextlib.contextmanager
 def open_proxy(options: BuildOptions, root: Path, name: str) -> Iterator[EgressProxy | None]:
-    """The way out of a build's network; None: there is none. A build's error says what was refused."""
+    """The proxy of a build's network; None without one. Adds refused addresses to the error of the build."""
     allow, private = options.network.allow, options.allow_private
     if not allow:
         yield None
@@ -154,8 +154,8 @@ def open_proxy(options: BuildOptions, root: Path, name: str) -> Iterator[EgressP
             ) from error  # fmt: skip
 
 
-class _Build:
-    """One build."""
+class _BuildRun:
+    """One build by buildah."""
 
     def __init__(
         self,
@@ -173,17 +173,17 @@ class _Build:
         self._names = buildah.root / "names.json"
         self._result = buildah.own / "id"
 
-    def make_words(self, context: Path, args: Mapping[str, str], target: str | None) -> list[str]:
-        """Gives buildah its files; what it is asked. Raises TemplateError. Blocks."""
+    def make_arguments(self, context: Path, args: Mapping[str, str], target: str | None) -> list[str]:
+        """Copies the input files; the command line of the build. Raises TemplateError. Blocks."""
         inside = self.buildah.inside
         try:
-            folder = self.buildah.give(context)
-            volumes = {path: self.buildah.give(source) for path, source in self.options.volumes.items()}
-        except OSError as error:  # shutil's own carries one row for each file
+            folder = self.buildah.copy_in(context)
+            volumes = {path: self.buildah.copy_in(source) for path, source in self.options.volumes.items()}
+        except OSError as error:  # shutil's own error has one row for each file
             raise TemplateError(
                 f"cannot be read: {str(error)[:500]}", field="context", received=str(context)
             ) from error
-        return bud_words(
+        return bud_arguments(
             inside(folder),
             self.dockerfile,
             inside(self._result),
@@ -192,9 +192,9 @@ class _Build:
             ["--no-cache"] * self.options.fresh + ([f"--target={target}"] if target else []),
         )
 
-    async def run(self, words: list[str], name: str, on_line: OnLine | None) -> Image:
-        """Builds, giving buildah the bases that it lacks, and takes the image into the store."""
-        await self._forget_changed()
+    async def build(self, words: list[str], name: str, on_line: OnLine | None) -> Image:
+        """Runs the build, supplies the missing base images, and imports the image into the store."""
+        await self._untag_changed_bases()
         given: set[str] = set()
         while True:
             starts: list[str] = []
@@ -212,14 +212,14 @@ class _Build:
                 break
             async with self._paused_limit():
                 for base in sorted(lacks):
-                    await self._give_base(base)
+                    await self._supply_base(base)
             given |= lacks
         image_id = (await asyncio.to_thread(_read_own, self._result)).strip().removeprefix("sha256:")
-        return await self._take(image_id, name)
+        return await self._import_result(image_id, name)
 
     @contextlib.asynccontextmanager
     async def _paused_limit(self) -> AsyncIterator[None]:
-        """What passes meanwhile is no time of the build's."""
+        """Stops the build's time limit during the block."""
         clock, ends_s = asyncio.get_running_loop().time, self._limit.when()
         assert ends_s is not None
         left_s = ends_s - clock()
@@ -227,53 +227,54 @@ class _Build:
         yield
         self._limit.reschedule(clock() + left_s)
 
-    async def _take(self, image_id: str, name: str) -> Image:
-        """Takes what was built into the store, unless it is there from an equal build."""
-        if known := await asyncio.to_thread(recall_build, self.store, image_id, name):
+    async def _import_result(self, image_id: str, name: str) -> Image:
+        """Imports the built image into the store, unless it is there from an equal build."""
+        if known := await asyncio.to_thread(find_build, self.store, image_id, name):
             return known
         result = self.buildah.own / "result"
         place = f"oci:{self.buildah.inside(result)}"
-        await self._ask("push", "--quiet", "--disable-compression", image_id, place)
+        await self._run_checked("push", "--quiet", "--disable-compression", image_id, place)
         image = await asyncio.to_thread(import_image, result, self.store, name)
-        await asyncio.to_thread(note_build, self.store, image_id, image)
+        await asyncio.to_thread(record_build, self.store, image_id, image)
         return image
 
-    async def _give_base(self, name: str) -> None:
-        """Gives buildah what FROM names. Raises TemplateError if it cannot be had."""
+    async def _supply_base(self, name: str) -> None:
+        """Imports the image that FROM names into buildah. Raises TemplateError if it is not available."""
         file = BaseFile.find(self.options.bases.get(name))
         if file is not None:
-            given = await asyncio.to_thread(self.buildah.give, file.path)
-            transport, mark, tag = file.transport, file.mark(), file.tag
+            given = await asyncio.to_thread(self.buildah.copy_in, file.path)
+            transport, fingerprint, tag = file.transport, file.fingerprint(), file.tag
         else:
             image = await find_in_store(self.options.bases.get(name, name), self.store)
             given = self.buildah.make_folder() / "given"
             await asyncio.to_thread(export_image, replace(image, name="base"), self.store, given)
             self.buildah.open_folder(given)
-            transport, mark, tag = "oci-archive", image.digest, ""
+            transport, fingerprint, tag = "oci-archive", image.digest, ""
         source = f"{transport}:{self.buildah.inside(given)}" + (f":{tag}" if tag else "")
-        image_id = (await self._ask("pull", "--quiet", source, base=name)).split()[-1]
-        shown = await self._ask("inspect", "--type=image", "--format={{.OCIv1.Architecture}}", image_id)
-        machine = shown.strip()
+        image_id = (await self._run_checked("pull", "--quiet", source, base=name)).split()[-1]
+        form = "--format={{.OCIv1.Architecture}}"
+        machine = (await self._run_checked("inspect", "--type=image", form, image_id)).strip()
         if machine != architecture():
             raise TemplateError(
                 f"the base image is for {machine}, and this machine is {architecture()}",
                 field="images.bases", received=name, fix=f"give one for linux/{architecture()}",
             )  # fmt: skip
-        await self._ask("tag", image_id, full_name(name), base=name)
-        await asyncio.to_thread(self._note, {name: mark})
+        await self._run_checked("tag", image_id, full_name(name), base=name)
+        await asyncio.to_thread(self._update_names, {name: fingerprint})
 
-    async def _forget_changed(self) -> None:
-        """Takes away the names of bases that are not what they were when buildah was given them."""
-        for name, mark in (await asyncio.to_thread(read_record, self._names)).items():
-            if await asyncio.to_thread(find_mark, name, self.options.bases, self.store) != mark:
+    async def _untag_changed_bases(self) -> None:
+        """Removes buildah's names of base images that have changed since they were supplied."""
+        for name, fingerprint in (await asyncio.to_thread(read_record, self._names)).items():
+            found = await asyncio.to_thread(find_fingerprint, name, self.options.bases, self.store)
+            if found != fingerprint:
                 await self.buildah.run("rmi", "--force", full_name(name))
-                await asyncio.to_thread(self._note, {name: None})
+                await asyncio.to_thread(self._update_names, {name: None})
 
-    def _note(self, changes: Mapping[str, str | None]) -> None:
-        marks = {**read_record(self._names), **changes}
-        write_json(self._names, {name: mark for name, mark in marks.items() if mark is not None})
+    def _update_names(self, changes: Mapping[str, str | None]) -> None:
+        names = {**read_record(self._names), **changes}
+        write_json(self._names, {name: known for name, known in names.items() if known is not None})
 
-    async def _ask(self, *words: str, base: str | None = None) -> str:
+    async def _run_checked(self, *words: str, base: str | None = None) -> str:
         """Runs a command that must succeed. Raises TemplateError."""
         status, output = await self.buildah.run(*words)
         if status:
@@ -285,12 +286,12 @@ class _Build:
 
 
 def _read_own(path: Path) -> str:
-    """A short file from a directory of others, which may hold a link instead. Raises OSError."""
+    """Reads a short file from an untrusted directory, without following a link. Raises OSError."""
     with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)) as file:
         return file.read(100)
 
 
-def bud_words(
+def bud_arguments(
     context: str,
     dockerfile: str,
     result: str,
@@ -298,7 +299,7 @@ def bud_words(
     args: Mapping[str, str],
     more: Sequence[str] = (),
 ) -> list[str]:
-    """What buildah is asked; all paths as it sees them, `volumes` by their place in the image.
+    """The arguments of `buildah bud`; all paths as buildah sees them, `volumes` by their path in the image.
 
     `result`: the file for the image's id.
     """
@@ -308,21 +309,21 @@ def bud_words(
     return [*words, context]
 
 
-def find_missing(starts: Sequence[str], output: str, had: Container[str]) -> set[str]:
-    """Bases that a build wants and `had` lacks: those that buildah misses, and those in whose place it took
-    an image whose name merely ends so. `starts`: the lines of FROM in what it wrote."""
+def find_missing(starts: Sequence[str], output: str, supplied: Container[str]) -> set[str]:
+    """Base images that a build needs and that are not in `supplied`: those that buildah reports as missing,
+    and those for which it used an image whose name merely has this ending. `starts`: its lines with FROM."""
     missing = {name for found in _LACKS.finditer(output) for name in found.groups() if name}
     stages = {"scratch"}
     for line in starts:
         for name, stage in _START.findall(line):
-            if name.lower() not in stages and name not in had:
+            if name.lower() not in stages and name not in supplied:
                 missing.add(name)
             stages.add(stage.lower())
     return missing
 
 
 def show_line(line: str) -> str:
-    """What people see of a line of buildah's: a base that it lacks is no error yet."""
+    """A line of buildah's output as shown to the user: a missing base image is not an error yet."""
     lacking = _LACKS.search(line)
     name = lacking and (lacking["base"] or lacking["source"])
     return (
@@ -333,7 +334,7 @@ def show_line(line: str) -> str:
 
 
 def _check_files(context: Path, dockerfile: str, options: BuildOptions) -> None:
-    """Raises TemplateError for what is not there."""
+    """Raises TemplateError for missing files."""
     if not (context / dockerfile).is_file():
         raise TemplateError(
             "no such Dockerfile", field="context", received=str(context / dockerfile),
@@ -348,7 +349,7 @@ def _check_files(context: Path, dockerfile: str, options: BuildOptions) -> None:
 
 
 def explain_failure(dockerfile: str, output: str, status: int) -> TemplateError:
-    """What a build that failed says."""
+    """The error of a build that failed."""
     lacks = _LACKS.search(output)
     step = _STEP.findall(output)
     received = step[-1][:500] if step else lacks[0] if lacks else f"exit status {status}"

@@ -1,12 +1,11 @@
-"""What was built before is not built again: an image by all that it is made of; and an end of a Dockerfile
-that needs no build.
+"""A cache of builds, keyed by a digest of all inputs; and final COPY instructions that need no build.
 
-    Dockerfile, context, arguments, bases as they are by now ──digest──> layers in the store
+    Dockerfile, context, arguments, current base images ──digest──> layers in the store
 
-A Dockerfile that ends with a copy of a directory into the working directory, as most tasks' do:
+A Dockerfile that ends with a copy of a directory into the working directory, as those of most tasks do:
 
-    FROM ... RUN ...          built by buildah once, for all tasks that begin alike
-    COPY workspace/ /app/     a layer that is written here, in a moment"""
+    FROM ... RUN ...          built by buildah once, for all tasks with the same beginning
+    COPY workspace/ /app/     written as a layer here, which is fast"""
 
 from __future__ import annotations
 
@@ -30,12 +29,12 @@ DEADLINE_S = 1800.0
 _NAMES = re.compile(r"^\s*FROM\s+(?:--\S+\s+)*(\S+)|--from=(\S+)", re.MULTILINE | re.IGNORECASE)
 
 
-def find_mark(name: str, bases: Mapping[str, str], store: ImageStore) -> str | None:
-    """What the image is by now that FROM calls so; None: there is none yet."""
+def find_fingerprint(name: str, bases: Mapping[str, str], store: ImageStore) -> str | None:
+    """The current fingerprint of the image that FROM names; None: there is none yet."""
     try:
         file = BaseFile.find(bases.get(name))
         if file is not None:
-            return file.mark()
+            return file.fingerprint()
         image = find_stored(bases.get(name, name), store)
         return None if image is None else image.digest
     except TemplateError:
@@ -44,27 +43,27 @@ def find_mark(name: str, bases: Mapping[str, str], store: ImageStore) -> str | N
 
 @dataclass(frozen=True, slots=True)
 class BuildOptions:
-    """What all builds of a set have in common."""
+    """Options common to all builds of a set."""
 
     bases: Mapping[str, str] = field(default_factory=dict)
-    """What FROM and COPY --from name -> where that lies: `oci:DIRECTORY[:TAG]`, `oci-archive:FILE`,
+    """Image that FROM and COPY --from name -> its source: `oci:DIRECTORY[:TAG]`, `oci-archive:FILE`,
     `docker-archive:FILE`, or the name of an image of the store."""
     network: Network = NO_NETWORK
     """What RUN may reach, through the egress proxy."""
     allow_private: tuple[str, ...] = ()
-    """Exact `IP:port` that it may reach although they are private."""
+    """Private addresses that RUN may reach, each an exact `IP:port`."""
     volumes: Mapping[str, Path] = field(default_factory=dict)
     """Path inside -> file or directory of the host, shown to RUN read-only and part of no layer:
     certificates, settings of package managers."""
     deadline_s: float = DEADLINE_S
-    """For one build. What it takes to make or give it bases does not count."""
+    """Time limit of one build, not counting the time to build or supply base images."""
     fresh: bool = False
-    """Whether every instruction runs again."""
+    """Whether to run every instruction again, without the cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class BuildInputs:
-    """What one image is built of."""
+    """The inputs of one image build."""
 
     context: Path
     dockerfile: str
@@ -73,8 +72,8 @@ class BuildInputs:
     options: BuildOptions
 
     def find_key(self, store: ImageStore) -> str | None:
-        """Digest of all of it, as far as buildah too would build again for a change; None where a base is
-        named by an argument. Raises OSError."""
+        """Digest of everything for which buildah, too, would build again if it changes; None if a base image
+        is named by an argument. Raises OSError."""
         text = (self.context / self.dockerfile).read_text(encoding="utf-8", errors="replace")
         names = sorted({name for found in _NAMES.finditer(text) for name in found.groups() if name})
         if any("$" in name for name in names):
@@ -82,7 +81,7 @@ class BuildInputs:
         options = self.options
         about = {
             "asked": [self.dockerfile, dict(self.args), self.target],
-            "bases": {name: find_mark(name, options.bases, store) for name in names},
+            "bases": {name: find_fingerprint(name, options.bases, store) for name in names},
             "network": [options.network.allow, options.allow_private],
             "volumes": {path: str(source) for path, source in options.volumes.items()},
         }
@@ -93,7 +92,7 @@ class BuildInputs:
 
 
 def _describe(root: Path) -> Iterator[bytes]:
-    """Names, modes and contents of all that lies below a directory."""
+    """Paths, modes and contents of everything below a directory."""
     for folder, folders, files in os.walk(root):
         folders.sort()
         for place in sorted(Path(folder, name) for name in (*folders, *files)):
@@ -106,9 +105,9 @@ def _describe(root: Path) -> Iterator[bytes]:
                     yield hashlib.file_digest(file, "sha256").digest()
 
 
-def recall_build(store: ImageStore, key: str, name: str) -> Image | None:
-    """The image that was noted under a key, saved under a name; None if there is none, or a layer is gone."""
-    record = store.recall(key)
+def find_build(store: ImageStore, key: str, name: str) -> Image | None:
+    """The image recorded under a key, saved under `name`; None if there is none or a layer is missing."""
+    record = store.read_cache(key)
     if record is None:
         return None
     image = decode_image({**record, "name": name})
@@ -118,9 +117,9 @@ def recall_build(store: ImageStore, key: str, name: str) -> Image | None:
     return image
 
 
-def note_build(store: ImageStore, key: str, image: Image) -> None:
-    """Has `recall_build` find an image under a key."""
-    store.note(key, asdict(image))
+def record_build(store: ImageStore, key: str, image: Image) -> None:
+    """Records an image under a key, for `find_build`."""
+    store.write_cache(key, asdict(image))
 
 
 _COPY = re.compile(r"COPY (?P<source>\w[\w.-]*)/ (?P<target>/\w[\w.-]*)/?")
@@ -132,18 +131,18 @@ _MODE = 0o755
 
 @dataclass(frozen=True, slots=True)
 class LastCopy:
-    """The end of a Dockerfile."""
+    """A final COPY of a directory in a Dockerfile."""
 
     beginning: str
-    """What stands before, which needs nothing of the context."""
+    """The instructions before it, which do not use the context."""
     source: Path
     target: str
-    """Absolute, of one part."""
+    """Absolute path with one component."""
 
     @classmethod
     def find(cls, context: Path, dockerfile: str) -> LastCopy | None:
-        """None for a Dockerfile that ends otherwise, or a directory with anything but files, links and
-        directories."""
+        """Parses a Dockerfile; None if it ends differently, or if the directory has anything but files, links
+        and directories."""
         text = (context / dockerfile).read_text(encoding="utf-8", errors="surrogateescape")
         beginning, _, last = text.rstrip("\n").rpartition("\n")
         found = _COPY.fullmatch(last)
@@ -156,8 +155,8 @@ class LastCopy:
         return cls(f"{beginning}\n", source, found["target"])
 
     def add_to(self, image: Image, name: str, store: ImageStore) -> Image | None:
-        """The image that `beginning` gave with the directory on top, saved under `name`. None where the
-        target is not its working directory, or is no directory there. Blocks."""
+        """Adds the directory as a layer to the image of `beginning`, and saves it under `name`. None if the
+        target is not the image's working directory, or not a directory. Blocks."""
         if image.workdir != self.target:
             return None
         places = [store.layers.path(layer) / self.target.removeprefix("/") for layer in image.layers]

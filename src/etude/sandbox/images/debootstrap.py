@@ -1,7 +1,6 @@
-"""`mmdebstrap`: Debian packages as an archive of a root file system, from the package sources of this host.
+"""Makes a root file system archive of Debian packages by `mmdebstrap`, from this host's package sources.
 
-Nothing here names a mirror: they come from the host's apt configuration, and where that has none for the
-suite, from mmdebstrap's own defaults.
+Mirrors come from the host's apt configuration or, if that has none for the suite, from mmdebstrap's defaults.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from etude.sandbox.errors import TemplateError
 
 BUILD_TIMEOUT_S = 900.0
 _TAIL_CHARS = 1500
-# What sources.list says; CODENAME would need package lists that were fetched, and are not being replaced.
+# As in sources.list; CODENAME would need package lists that are fetched, and not being replaced.
 _REPOSITORY_FORMAT = "$(RELEASE)|$(COMPONENT)|$(REPO_URI)"
 
 
@@ -34,8 +33,8 @@ async def write_archive(
 ) -> None:
     """Writes a root file system to `target`, a tar file in a directory of its own. Takes minutes.
 
-    `epoch_s`: the latest time of a file; `field`: of its errors. Raises ResourceError if mmdebstrap is
-    missing or its sources cannot be reached.
+    `epoch_s`: upper bound of modification times; `field`: of errors. Raises ResourceError if mmdebstrap is
+    missing or its package sources cannot be reached.
     """
     tool = shutil.which("mmdebstrap")
     if tool is None:
@@ -44,7 +43,7 @@ async def write_archive(
             fix="apt-get install mmdebstrap, or import an OCI archive of the base image",
         )  # fmt: skip
     sources = await asyncio.to_thread(_host_sources, suite, field)
-    # Packages are unpacked by other users, too, where mmdebstrap does not run as root.
+    # If mmdebstrap does not run as root, other users unpack packages too.
     target.parent.chmod(0o711)
     argv = [tool, "--format=tar", "--quiet", *options, suite, str(target), *(["-"] if sources else [])]
     environment = {
@@ -78,7 +77,7 @@ async def write_archive(
 
 
 def _host_sources(suite: str, field: str) -> str:
-    """The host's own package sources for a suite with its updates, as lines of sources.list; may be empty."""
+    """The host's package sources for a suite and its updates, as lines of sources.list; may be empty."""
     try:
         found = subprocess.run(
             ["apt-get", "indextargets", "--format", _REPOSITORY_FORMAT, "Created-By: Packages"],
@@ -98,7 +97,7 @@ def _host_sources(suite: str, field: str) -> str:
 
 
 def parse_sources(listing: str, suite: str, field: str = "base image") -> str:
-    """Lines of sources.list from `release|component|address` rows: the suite, its updates, its fixes.
+    """Lines of sources.list from `release|component|address` rows: the suite, its updates and security fixes.
 
     Empty if the suite itself is not among them. Raises TemplateError for addresses that hold a password.
     """
@@ -119,10 +118,10 @@ def parse_sources(listing: str, suite: str, field: str = "base image") -> str:
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
-    """Ends mmdebstrap and all that it started, if it runs still."""
+    """Ends mmdebstrap and its descendants, if it still runs."""
     if process.returncode is not None:
         return
-    # It unmounts and tidies up when it is asked to end.
+    # It unmounts and cleans up on SIGTERM.
     for number, patience_s in ((signal.SIGTERM, 20.0), (signal.SIGKILL, 5.0)):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, number)

@@ -1,7 +1,7 @@
-"""One layer's archive, laid out as a directory that overlayfs takes as a lower layer (with `userxattr`).
+"""Extracts a layer's archive into a directory in overlayfs' format of lower layers (with `userxattr`).
 
-A deleted file is a character device 0/0, a directory that hides what lies below it carries the extended
-attribute `user.overlay.opaque=y`. Archives are taken for hostile: every path is walked component by
+A deleted file is a character device 0/0; a directory that hides its counterparts in lower layers has the
+extended attribute `user.overlay.opaque=y`. Archives are untrusted: every path is walked component by
 component from the layer's own directory, and no symbolic link is followed.
 """
 
@@ -25,7 +25,7 @@ OPAQUE_XATTR = "user.overlay.opaque"
 MAX_NAME_BYTES = 2048
 MAX_DEPTH = 256
 MAX_MTIME_S = 8**11 - 1
-"""The largest time that a header holds."""
+"""The largest time that a tar header can represent."""
 _AUFS_PREFIX = b".wh..wh."
 _OPEN_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -34,12 +34,12 @@ Parts = tuple[bytes, ...]
 
 
 class Extractor:
-    """Lays entries out below `root`, an empty directory. All becomes the property of `owner` (uid, gid).
+    """Extracts entries below `root`, an empty directory, and makes them the property of `owner` (uid, gid).
 
-    Devices and named pipes, which a sandbox has no use for, are left out. Set-user-id bits are dropped and
+    Devices and named pipes are left out, as a sandbox has no use for them. Set-user-id bits are dropped and
     the owner's read and write rights (for directories, execute too) added: a sandbox has a single user, who
-    is to read all. Raises TemplateError for an archive that is damaged or leaves the layer, ResourceError for
-    what this machine lacks; the caller removes what is there by then.
+    may read everything. Raises TemplateError for an archive that is damaged or leaves the layer,
+    ResourceError for missing capabilities of this machine; the caller removes what was extracted by then.
     """
 
     def __init__(self, root: Path, owner: tuple[int, int], max_entries: int, name: str) -> None:
@@ -51,28 +51,28 @@ class Extractor:
         self._directories: dict[Parts, int] = {}
         self._whiteouts: set[Parts] = set()
         self._num_implied = 0
-        """Directories that no entry names: each costs as much as one, and an entry may need hundreds."""
+        """Directories that no entry names: each costs as much as an entry, and an entry may need hundreds."""
 
     def run(self, archive: tarfile.TarFile) -> None:
         """Extracts every entry. Blocks."""
         num_entries = 0
         try:
             while (entry := archive.next()) is not None:
-                # One of the library's own for each would fill the memory.
+                # Else the library keeps an object of every entry in memory.
                 archive.members.clear()  # type: ignore[attr-defined]
                 num_entries += 1
                 if num_entries + self._num_implied > self._max_entries:
                     raise self._refusal(entry, f"more than {self._max_entries} entries")
                 try:
-                    self._place(entry, archive)
+                    self._extract(entry, archive)
                 except OSError as error:
                     raise storage_error(error, self._name, _shown(_bytes(entry.name))) from error
-            self._date_directories()
+            self._set_directory_times()
         finally:
-            self._forget_parent()
+            self._close_parent()
             os.close(self._root)
 
-    def _place(self, entry: tarfile.TarInfo, archive: tarfile.TarFile) -> None:
+    def _extract(self, entry: tarfile.TarInfo, archive: tarfile.TarFile) -> None:
         parts = self._split(_bytes(entry.name), entry)
         if not parts:
             if not entry.isdir():
@@ -94,7 +94,7 @@ class Extractor:
                 raise self._refusal(entry, f"an entry of type {entry.type!r}")
 
     def _split(self, name: bytes, entry: tarfile.TarInfo) -> Parts:
-        """Components below the layer's root; absolute names begin there."""
+        """The components of a name, relative to the layer's root even if the name is absolute."""
         parts = tuple(part for part in name.split(b"/") if part not in (b"", b"."))
         if b".." in parts or b"\0" in name:
             raise self._refusal(entry, "a path that leaves the layer")
@@ -105,11 +105,11 @@ class Extractor:
         return parts
 
     def _enter(self, parts: Parts, make: bool = True) -> int:
-        """Descriptor of a directory, made with all above it if missing; valid until the next call. Without
-        `make` raises OSError for what is none."""
+        """Descriptor of a directory, valid until the next call. Creates it and its parents if missing;
+        without `make` raises OSError then."""
         if self._parent is not None and self._parent[0] == parts:
             return self._parent[1]
-        self._forget_parent()
+        self._close_parent()
         here = os.dup(self._root)
         try:
             for depth in range(len(parts)):
@@ -148,7 +148,7 @@ class Extractor:
         return here
 
     def _directory(self, parts: Parts, parent: int, entry: tarfile.TarInfo) -> None:
-        there = self._look(parts[-1], parent)
+        there = self._stat(parts[-1], parent)
         if there is None or not stat.S_ISDIR(there.st_mode):
             if there is not None:
                 os.unlink(parts[-1], dir_fd=parent)
@@ -161,7 +161,7 @@ class Extractor:
 
     def _set_directory(self, parts: Parts, here: int, mode: int, mtime_s: int) -> None:
         os.fchmod(here, mode & 0o1777 | 0o700)
-        give(here, self._owner)
+        set_owner(here, self._owner)
         if parts in self._whiteouts:
             mark_opaque(here)
         self._directories[parts] = mtime_s
@@ -176,7 +176,7 @@ class Extractor:
                 view = memoryview(chunk)
                 while view:
                     view = view[os.write(here, view) :]
-            give(here, self._owner)
+            set_owner(here, self._owner)
             os.fchmod(here, entry.mode & 0o777 | 0o600)
             _set_time(here, _time_s(entry))
         finally:
@@ -187,7 +187,7 @@ class Extractor:
             raise self._refusal(entry, "a symbolic link to nothing")
         self._clear(parts, parent)
         os.symlink(_bytes(entry.linkname), parts[-1], dir_fd=parent)
-        give(parts[-1], self._owner, parent)
+        set_owner(parts[-1], self._owner, parent)
         moment = (_time_s(entry) * 10**9, _time_s(entry) * 10**9)
         os.utime(parts[-1], ns=moment, dir_fd=parent, follow_symlinks=False)
 
@@ -198,7 +198,7 @@ class Extractor:
         self._clear(parts, parent)
         parent = os.dup(parent)
         try:
-            there = self._look(target[-1], self._enter(target[:-1])) if target else None
+            there = self._stat(target[-1], self._enter(target[:-1])) if target else None
             if there is None or not (stat.S_ISREG(there.st_mode) or stat.S_ISLNK(there.st_mode)):
                 raise self._refusal(entry, "a hard link to what is no file of this layer")
             os.link(
@@ -220,17 +220,17 @@ class Extractor:
             raise self._refusal(entry, "a whiteout of nothing")
         hidden = (*parts[:-1], name)
         self._whiteouts.add(hidden)
-        there = self._look(name, parent)
+        there = self._stat(name, parent)
         if there is None:
             make_whiteout(name, parent)
-            give(name, self._owner, parent)
+            set_owner(name, self._owner, parent)
         elif stat.S_ISDIR(there.st_mode):
             # A whiteout hides what lower layers hold, never what its own layer adds.
             mark_opaque(self._enter(hidden))
 
     def _clear(self, parts: Parts, parent: int) -> None:
-        """Removes what a later entry of the same name replaces."""
-        there = self._look(parts[-1], parent)
+        """Removes an earlier entry of the same name."""
+        there = self._stat(parts[-1], parent)
         if there is None:
             return
         if not stat.S_ISDIR(there.st_mode):
@@ -238,14 +238,14 @@ class Extractor:
             return
         shutil.rmtree(parts[-1], dir_fd=parent)
 
-    def _look(self, name: bytes, parent: int) -> os.stat_result | None:
+    def _stat(self, name: bytes, parent: int) -> os.stat_result | None:
         try:
             return os.stat(name, dir_fd=parent, follow_symlinks=False)
         except FileNotFoundError:
             return None
 
-    def _date_directories(self) -> None:
-        """Last of all, because every new entry changes its directory's time."""
+    def _set_directory_times(self) -> None:
+        """Sets directories' times last, because every new entry changes that of its directory."""
         for parts, mtime_s in self._directories.items():
             try:
                 _set_time(self._enter(parts, make=False), mtime_s)
@@ -254,7 +254,7 @@ class Extractor:
                     raise storage_error(error, self._name, _shown(b"/".join(parts))) from error
                 # Else a later entry replaced it.
 
-    def _forget_parent(self) -> None:
+    def _close_parent(self) -> None:
         if self._parent is not None:
             os.close(self._parent[1])
             self._parent = None
@@ -266,8 +266,8 @@ class Extractor:
         )  # fmt: skip
 
 
-def give(file: int | bytes, owner: tuple[int, int], parent: int | None = None) -> None:
-    """Makes a file (a descriptor, or a name in `parent`) the owner's. Raises ResourceError if refused."""
+def set_owner(file: int | bytes, owner: tuple[int, int], parent: int | None = None) -> None:
+    """Sets the owner of a file (a descriptor, or a name in `parent`). Raises ResourceError if refused."""
     if owner == (os.geteuid(), os.getegid()):
         return
     try:
@@ -286,12 +286,12 @@ def give(file: int | bytes, owner: tuple[int, int], parent: int | None = None) -
 
 
 def is_whiteout(status: os.stat_result) -> bool:
-    """Whether a file stands for a deleted one."""
+    """Whether a file marks a deleted one."""
     return stat.S_ISCHR(status.st_mode) and status.st_rdev == 0
 
 
 def make_whiteout(name: bytes, parent: int) -> None:
-    """Makes a whiteout in the directory `parent`. Raises ResourceError where the kernel refuses."""
+    """Makes a whiteout in the directory `parent`. Raises ResourceError if the kernel refuses."""
     try:
         os.mknod(name, stat.S_IFCHR | 0o600, os.makedev(0, 0), dir_fd=parent)
     except PermissionError as error:
@@ -303,7 +303,7 @@ def make_whiteout(name: bytes, parent: int) -> None:
 
 
 def mark_opaque(directory: int) -> None:
-    """Hides what lower layers hold in a directory. Raises ResourceError where attributes are missing."""
+    """Hides a directory's entries of lower layers. Raises ResourceError without extended attributes."""
     try:
         os.setxattr(directory, OPAQUE_XATTR, b"y")
     except OSError as error:
@@ -340,7 +340,7 @@ def _time_s(entry: tarfile.TarInfo) -> int:
 
 
 def _bytes(name: str) -> bytes:
-    """A name as it stands in the archive."""
+    """The bytes of a name in the archive."""
     return name.encode(errors="surrogateescape")
 
 

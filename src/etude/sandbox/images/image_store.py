@@ -1,15 +1,15 @@
-"""Content-addressed layers, each extracted once and shared read-only by all sandboxes; and named images:
-which layers make a root file system, and how programs run in it.
+"""Stores content-addressed layers, each extracted once and shared read-only by all sandboxes, and named
+images: the layers of a root file system, and how programs run in it.
 
     ROOT/layers/<hex>/root           a layer's files: a lower layer for overlayfs with `userxattr`
-    ROOT/layers/<hex>/layer.json     whose it is, written last
-    ROOT/tmp/                        layers in the making, each locked by the process that makes it
+    ROOT/layers/<hex>/layer.json     its owner, written last
+    ROOT/tmp/                        unfinished layers, each locked by the process that makes it
     ROOT/images/<quoted name>.json   written atomically, with the image's digest
-    ROOT/cache/<id>.json             which layers an image of buildah's is, and which one an exported archive
+    ROOT/cache/<id>.json             layers of an image built by buildah, and the layer of an exported archive
     ROOT/buildah/                    see `buildah`
 
-A layer appears by a rename, whole or not at all. What a killed process left in `tmp` goes when the store is
-opened next. Any number of processes may share a store."""
+A layer appears by a rename, whole or not at all. Files of killed processes in `tmp` are removed when the
+store is opened next. Any number of processes may share a store."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from etude.kit.durable import DRAFTS, publish_directory, read_record, sync_file_
 from etude.kit.leftovers import ScratchDirectory, sweep
 from etude.sandbox.errors import TemplateError
 from etude.sandbox.images.archives import DigestReader, Readable, decompressed, open_archive
-from etude.sandbox.images.extract import Extractor, give, storage_error
+from etude.sandbox.images.extract import Extractor, set_owner, storage_error
 from etude.sandbox.inside.packing import pack_tree
 from etude.sandbox.inside.rights import NOBODY
 from etude.sandbox.template import Image, decode_image
@@ -36,26 +36,26 @@ from etude.sandbox.template import Image, decode_image
 MAX_LAYER_BYTES = 8 << 30
 MAX_LAYER_ENTRIES = 1_000_000
 _VERSION = 1
-"""Of the records of layers and of images."""
+"""Version of the records of layers and of images."""
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}\Z")
 
 
 def default_owner() -> tuple[int, int]:
-    """Who owns all files of all layers: the one user that sandboxes map."""
+    """(uid, gid) of all files of all layers: the one user that sandboxes map."""
     return (NOBODY, NOBODY) if os.geteuid() == 0 else (os.geteuid(), os.getegid())
 
 
 class LayerStore:
     """Layers below the directory `root`. All methods block; call them in a thread.
 
-    Raises TemplateError for a layer that is missing, damaged or foreign, and for archives that are;
-    ResourceError for what the machine lacks.
+    Raises TemplateError for a layer or archive that is missing, damaged or foreign; ResourceError for missing
+    capabilities of the machine.
     """
 
     def __init__(self, root: Path) -> None:
         self.root = root
         self.owner = default_owner()
-        """Who owns every file (uid, gid)."""
+        """(uid, gid) of every file."""
         self._layers = root / "layers"
         self._temporary = root / "tmp"
         try:
@@ -81,15 +81,15 @@ class LayerStore:
     ) -> str:
         """Extracts an archive (plain, gzip or zstd) into a layer and returns the layer's digest.
 
-        `limit_bytes` bounds the uncompressed archive. Nothing is kept of an archive that is damaged,
-        hostile, too large, or whose digest is not `expected`. `name` stands in errors.
+        `limit_bytes` limits the uncompressed archive. An archive that is damaged, hostile, too large, or
+        whose digest is not `expected` leaves nothing behind. `name`: the field of errors.
         """
         reader = DigestReader(decompressed(stream), name, limit_bytes)
         with self.scratch() as folder:
             files = folder / "layer" / "root"
             files.mkdir(parents=True)
             files.chmod(0o755)
-            give(os.fsencode(files), self.owner)
+            set_owner(os.fsencode(files), self.owner)
             with open_archive(reader, name) as archive:
                 Extractor(files, self.owner, max_entries, name).run(archive)
             reader.drain()
@@ -99,7 +99,7 @@ class LayerStore:
         return reader.digest
 
     def has(self, digest: str) -> bool:
-        """Whether the layer is here, and its record whole."""
+        """Whether the store has the layer, with a valid record."""
         try:
             self.path(digest)
         except TemplateError:
@@ -127,12 +127,12 @@ class LayerStore:
         return folder / "root"
 
     def export_tar(self, digest: str, target: BinaryIO) -> None:
-        """Writes the layer as a plain OCI archive, sorted: equal layers give equal bytes, which need not be
-        those that it came from. Raises TemplateError as `path`, OSError."""
+        """Writes the layer as a plain, sorted OCI archive: equal layers give equal bytes, which may differ
+        from the imported archive. Raises TemplateError as `path`, OSError."""
         pack_tree(str(self.path(digest)), target, max_hole_bytes=None)
 
     def scratch(self) -> AbstractContextManager[Path]:
-        """A temporary directory on the store's file system; goes with the block, or with this process."""
+        """A temporary directory on the store's file system; removed with the block, or with this process."""
         return ScratchDirectory(self._temporary)
 
     def _publish(self, folder: Path, digest: str) -> None:
@@ -165,7 +165,7 @@ _KEY = re.compile(r"[0-9a-f]{64}\Z")
 
 
 class ImageStore:
-    """Images by name over a store of layers. All methods block; call them in a thread."""
+    """Named images over a store of layers. All methods block; call them in a thread."""
 
     def __init__(self, root: Path) -> None:
         self.layers = LayerStore(root)
@@ -176,7 +176,7 @@ class ImageStore:
             folder.mkdir(exist_ok=True)
 
     def save(self, image: Image) -> None:
-        """Keeps an image under its name; another image of that name is replaced.
+        """Saves an image under its name; replaces another image of that name.
 
         Raises TemplateError if a layer is missing, or as `check_name`.
         """
@@ -200,7 +200,7 @@ class ImageStore:
         return image
 
     def has(self, name: str) -> bool:
-        """Whether an image of that name was saved; it may be damaged."""
+        """Whether an image of that name is stored; it may be damaged."""
         return self._file(name).exists()
 
     def list(self) -> list[str]:
@@ -208,19 +208,19 @@ class ImageStore:
         return sorted(urllib.parse.unquote(path.stem) for path in self._images.glob("[!.]*.json"))
 
     def remove(self, name: str) -> None:
-        """Forgets a name; the layers stay. Raises TemplateError if there is no such image."""
+        """Removes a name; the layers stay. Raises TemplateError if there is no such image."""
         try:
             self._file(name).unlink()
         except FileNotFoundError as error:
             raise TemplateError("no such image", field="image", received=name) from error
 
-    def recall(self, key: str) -> dict[str, Any] | None:
-        """What `note` kept under `key` (64 hex digits); None if nothing, or if it does not parse."""
+    def read_cache(self, key: str) -> dict[str, Any] | None:
+        """The record of `write_cache` under `key` (64 hex digits); None if there is none or it is damaged."""
         assert _KEY.match(key), key
-        return read_record(self._cache / f"{key}.json") or None  # a torn note costs a rebuild, nothing else
+        return read_record(self._cache / f"{key}.json") or None  # a damaged record only costs a rebuild
 
-    def note(self, key: str, record: Mapping[str, Any]) -> None:
-        """Keeps what became of the image that buildah made, or of an exported layer, under its digest."""
+    def write_cache(self, key: str, record: Mapping[str, Any]) -> None:
+        """Records the import of an image that buildah built, or of an exported layer, under its digest."""
         assert _KEY.match(key), key
         write_json(self._cache / f"{key}.json", dict(record))
 
@@ -230,7 +230,7 @@ class ImageStore:
 
 
 def check_name(name: str) -> None:
-    """Raises TemplateError for what FROM and --image could not name: the one rule for names of images."""
+    """Raises TemplateError for an invalid image name, which FROM and --image could not express."""
     if not _NAME.fullmatch(name) or len(urllib.parse.quote(name, safe=":")) > _MAX_NAME_BYTES:
         raise TemplateError(
             "is no name for an image", field="image", received=name[:100],

@@ -1,7 +1,7 @@
-"""Images from elsewhere: an OCI layout (directory or archive), or what `docker save` writes.
+"""Imports images from an OCI layout (directory or archive) or a `docker save` archive, and exports them.
 
-Nothing is fetched. Every digest is checked: index → manifest → configuration and layers; the layers' own
-digests (`diff_ids`) too. A name in the archive is never used as a path on this machine.
+Nothing is fetched. Every digest is checked: index → manifest → configuration and layers, and the layers' own
+digests (`diff_ids`). A name in the archive is never used as a path on this machine.
 """
 
 from __future__ import annotations
@@ -45,21 +45,21 @@ Data = io.BufferedRandom | io.BytesIO
 
 
 Candidate = tuple[Document, tuple[str, ...]]
-"""A manifest that an index names: what describes it, and its names."""
+"""A manifest that an index lists: its descriptor, and its names."""
 Layer = tuple[str, str | None]
-"""A layer's part of the archive, and the digest of that part as it lies there; None if nothing states it."""
+"""A layer's part of the archive, and the stored digest of that (compressed) part; None if there is none."""
 
 
 def architecture() -> str:
-    """This machine's architecture in OCI's words."""
+    """OCI's name of this machine's architecture."""
     return _MACHINES.get(platform.machine(), platform.machine())
 
 
 def import_image(source: Path, store: ImageStore, name: str, reference: str | None = None) -> Image:
-    """Imports the image for this machine and keeps it under `name`. Blocks.
+    """Imports the image for this machine and saves it under `name`. Blocks.
 
-    `reference` chooses among several images of one archive, by its name there. Raises TemplateError for
-    whatever is missing, damaged, unknown or ambiguous; layers that were whole stay in the store.
+    `reference` selects one of several images in the archive by its name there. Raises TemplateError for
+    missing, damaged, unknown or ambiguous parts; layers imported by then stay in the store.
     """
     check_name(name)
     with store.layers.scratch() as scratch, open_blobs(source, scratch) as blobs:
@@ -134,7 +134,7 @@ def _candidates(blobs: Blobs, index: Document, names: tuple[str, ...], depth: in
 
 
 def _fits(platform: object) -> bool:
-    """Whether a descriptor is for this platform; one that does not say is judged by its configuration."""
+    """Whether a descriptor is for this platform; without a platform its configuration is checked later."""
     if not isinstance(platform, dict):
         return True
     return platform.get("os") == "linux" and platform.get("architecture") == architecture()
@@ -160,8 +160,8 @@ def _read_docker(blobs: Blobs, reference: str | None) -> tuple[Document, list[La
 
 
 def _import_layer(blobs: Blobs, store: ImageStore, part: str, digest: str | None, diff_id: str) -> str:
-    """Imports a layer unless the store has it, if only as one that was exported; its digest there."""
-    exported = store.recall(diff_id.removeprefix("sha256:")) or {}
+    """Imports a layer, unless the store has it or has exported it; its digest in the store."""
+    exported = store.read_cache(diff_id.removeprefix("sha256:")) or {}
     for known in (diff_id, str(exported.get("layer"))):
         if store.layers.has(known):
             return known
@@ -210,13 +210,13 @@ def _image(config: Document, layers: list[str], name: str) -> Image:
         raise _broken("configuration", "text") from error
     if "\0" in workdir + user:
         raise _broken("configuration", "WorkingDir or User")
-    # As with built images: the root directory is no workspace.
+    # As with built images, the root directory is never the workspace.
     workdir = posixpath.normpath(workdir).replace("//", "/")
     return Image(name, tuple(layers), env, WORKSPACE if workdir == "/" else workdir, user)
 
 
 def _linked(blobs: Blobs, descriptor: Document, kinds: tuple[str, ...]) -> Document:
-    """The JSON object that a descriptor names, its size and digest checked."""
+    """Reads the JSON object that a descriptor refers to, and checks its size and digest."""
     if descriptor.get("mediaType") not in kinds:
         raise _unknown("document", descriptor.get("mediaType"))
     name = blob_name(descriptor.get("digest"))
@@ -261,14 +261,14 @@ def _unknown(what: str, media_type: object) -> TemplateError:
 
 
 _CREATED = "2000-01-01T00:00:00Z"
-"""Of all images: equal ones are equal bytes."""
+"""Creation time of all exported images, so that equal ones are equal bytes."""
 
 
 def export_image(image: Image, store: ImageStore, target: Path) -> str:
-    """Writes an uncompressed archive, whole or not at all, and returns the manifest's digest. Blocks.
+    """Writes an uncompressed archive atomically, and returns the manifest's digest. Blocks.
 
-    The layers' digests are those of the sorted archives that the store makes, so they need not be the
-    image's own. Raises TemplateError for missing or damaged layers, and for a target in no directory.
+    The layers' digests are those of the sorted archives that the store writes, so they may differ from the
+    image's own. Raises TemplateError for missing or damaged layers, and for a target without a directory.
     """
     if not target.parent.is_dir():
         raise TemplateError(
@@ -292,7 +292,7 @@ def _write(image: Image, store: ImageStore, scratch: Path, file: BinaryIO) -> st
             with (scratch / "layer.tar").open("w+b") as layer:
                 store.layers.export_tar(digest, layer)
                 row = _add_blob(archive, LAYERS[0], layer)
-            store.note(row["digest"].removeprefix("sha256:"), {"layer": digest})
+            store.write_cache(row["digest"].removeprefix("sha256:"), {"layer": digest})
             rows.append(row)
         config = _add_json(archive, CONFIGS[0], _config(image, [row["digest"] for row in rows]))
         manifest = {"schemaVersion": 2, "mediaType": MANIFESTS[0], "config": config, "layers": rows}
@@ -315,8 +315,8 @@ def _config(image: Image, diff_ids: list[str]) -> dict[str, Any]:
         },
         "rootfs": {"type": "layers", "diff_ids": diff_ids},
     }
-    # buildah builds on no image whose history names fewer layers than it has. It reuses what was built on one
-    # of equal history and layers, whatever else has changed, and nothing where there are no times.
+    # buildah rejects base images whose history has fewer entries than layers. Its cache compares history and
+    # layers only, whatever else has changed, and ignores entries without times.
     step = {"created": _CREATED, "created_by": f"etude {hashlib.sha256(_encoded(config)).hexdigest()}"}
     return config | {"history": [step] * len(diff_ids)}
 
@@ -326,7 +326,7 @@ def _add_json(archive: tarfile.TarFile, media_type: str, value: Mapping[str, Any
 
 
 def _add_blob(archive: tarfile.TarFile, media_type: str, data: Data) -> dict[str, Any]:
-    """Adds a blob; what names it."""
+    """Adds a blob; its descriptor."""
     data.seek(0)
     digest = f"sha256:{hashlib.file_digest(data, 'sha256').hexdigest()}"
     size = _add(archive, blob_name(digest), data)

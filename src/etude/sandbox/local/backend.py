@@ -310,8 +310,8 @@ class ForkServerBackend(MachineBackend):
         layers = (layer, *below)
         self._layer_uses.update(layers)
         try:
-            async with sandbox.standing_still() as channel:
-                disk = await channel.borrow(OPERATION_S)
+            async with sandbox.frozen() as channel:
+                disk = await channel.borrow_disk(OPERATION_S)
                 try:
                     await server.call({"op": "copy", "layer": layer}, disk)
                 finally:

@@ -281,7 +281,7 @@ class SparePool:
         try:
             with theirs:
                 if announces:
-                    spare.channel.ask_for_pid()
+                    spare.channel.request_peer_pid()
                 self._send({"op": "clone", "id": number, "announces": announces}, theirs.fileno())
         except BaseException:
             spare.channel.close("it was never cloned")

@@ -1,4 +1,4 @@
-"""Sandboxes of another process or host, over HTTP: the client of `etude.sandbox.server`."""
+"""The client of the sandbox server (`etude.sandbox.server`): sandboxes of another process or host by HTTP."""
 
 from etude.sandbox.remote.backend import RemoteBackend, RemoteSandbox
 

@@ -1,8 +1,7 @@
-"""The line to a sandbox server: requests, streams of frames, and what their failures mean.
+"""The connection to a sandbox server: requests, streams of frames, and the conversion of errors.
 
-A request that fails on its way is sent again only if that can do no harm (`again`): reads, and creations,
-which carry a key. Nothing waits without a deadline: a quick call has `QUICK_S`, a long one must show a
-sign of life every `SILENCE_S`.
+Only idempotent requests are retried (`again`): reads, and creations, which carry a key. Nothing waits without
+a deadline: a quick call has `QUICK_S`, a long one must receive a frame every `SILENCE_S`.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from typing import Any, TypeVar
 from etude.errors import EtudeError, SandboxError
 from etude.kit.retry import Backoff, retry_async
 from etude.kit.tasks import end_tasks
-from etude.sandbox.calls import too_large
+from etude.sandbox.calls import too_large_error
 from etude.sandbox.errors import SandboxLostError
 from etude.sandbox.inside.frames import FrameError, Header, Unpacker, pack
 from etude.sandbox.types import OnOutput
@@ -35,23 +34,23 @@ from etude.serving.client import (
 from etude.serving.messages import BEAT_S, FRAMES, Encoded
 
 QUICK_S = 90.0
-"""For the answer of a quick call; the server itself gives its sandbox a minute."""
+"""Time limit of a quick call; the server itself gives its sandbox a minute."""
 SILENCE_S = 4 * BEAT_S
-"""A server that says nothing for so long during a long call is lost."""
+"""A server that sends nothing for so long during a long call is lost."""
 CONNECT_S = 10.0
 BATCH_BYTES = 16 << 20
 RETRY = Backoff(base_s=0.1, factor=5.0, most_s=2.0, attempts=4)
-"""When a request is sent again."""
+"""The retries of requests."""
 
 Result = TypeVar("Result")
 OnFrame = Callable[[Header, bytes], Any]
 Exchange = Callable[[Header, bytes, OnOutput, OnFrame], Awaitable[object]]
 _LAST_OUTPUT_S = 30.0
-"""How long the rest of a command's output may take once its end is known."""
+"""How long to wait for the rest of a command's output once the command has ended."""
 
 
 class Connection:
-    """One server, for one event loop. Any number of calls may be in flight."""
+    """A connection to one server, for one event loop. Any number of calls may be in flight."""
 
     def __init__(
         self,
@@ -61,7 +60,7 @@ class Connection:
         backoff: Backoff = RETRY,
         server: str = "sandbox",
     ) -> None:
-        """`server`: what answers there, for messages."""
+        """`server`: the kind of server, for messages."""
         self._server, self._field = server, f"{server}.server"
         check_address(url, self._field)
         self.url, self._token = url.rstrip("/"), token
@@ -75,7 +74,7 @@ class Connection:
             refusal=self._refusal,
         )
         self.batch_bytes = BATCH_BYTES
-        """The most that one request carries of files; a larger file is streamed."""
+        """Most bytes of files in one request."""
 
     async def call(
         self,
@@ -86,22 +85,23 @@ class Connection:
         body: bytes | None = None,
         again: bool = False,
     ) -> Any:
-        """A quick call, with JSON or the frame `body`; its JSON answer. Raises the typed error that the
-        server names."""
+        """Makes a quick call, with the JSON `header` or the frame `body`; its JSON answer. Raises the typed
+        error that the server sent."""
         request: Request = {"params": params or {}}
         if body is not None:
             request |= {"content": body, "headers": {"content-type": FRAMES}}
         elif header is not None:
             request["json"] = header
-        with self._named():
+        with self._errors_converted():
             answer = await self._http.request(method, _route(path), again=again, **request)
-        return self.decoded(json.loads, answer.content) if answer.content else None
+        return self.decode_with(json.loads, answer.content) if answer.content else None
 
     def call_now(self, path: str, params: Mapping[str, object] | None = None) -> Any:
-        """A `call` that blocks the thread, for the few that may not be awaited."""
+        """A `call` that blocks the thread, for functions that are not coroutines."""
         client = SyncClient(self.url, self._token, within_s=CONNECT_S, refusal=self._refusal)
-        with self._named(), client:
-            return self.decoded(json.loads, client.request("GET", _route(path), params=params or {}).content)
+        with self._errors_converted(), client:
+            answer = client.request("GET", _route(path), params=params or {})
+            return self.decode_with(json.loads, answer.content)
 
     async def long(
         self,
@@ -115,16 +115,13 @@ class Connection:
         headers: Mapping[str, str] | None = None,
         again: bool = False,
     ) -> Encoded:
-        """A call that may take long; its result. Raises the typed error, SandboxLostError for a torn answer.
-
-        `on_frame` gets every other frame, and may be a coroutine function. Output that was dropped on its
-        way is reported as a frame `dropped`.
-        """
-
+        """Makes a call that may take long; its result. Raises the typed error, SandboxLostError for a torn
+        answer. `on_frame` receives every other frame, such as `dropped` for lost output, and may be a
+        coroutine function."""
         try:
             body = payload if isinstance(payload, AsyncIterator) else pack(header, payload)  # type: ignore[arg-type]
         except FrameError as error:
-            raise too_large(error) from error
+            raise too_large_error(error) from error
 
         async def once() -> Encoded:
             async with self._http.stream(
@@ -137,16 +134,16 @@ class Connection:
             ) as answer:
                 return await self._result(answer, on_output, on_frame)
 
-        with self._named():
+        with self._errors_converted():
             backoff = self._http.backoff if again else ONCE
             return await retry_async(once, (NoAnswerError, FrameError), backoff)
 
     async def close(self) -> None:
-        """Closes it; a later call opens it again."""
+        """Closes the connection; a later call opens it again."""
         await self._http.close()
 
-    def decoded(self, decode: Callable[[Any], Result], raw: Any) -> Result:
-        """What a decoder makes of an answer. Raises SandboxError for an answer that it cannot read."""
+    def decode_with(self, decode: Callable[[Any], Result], raw: Any) -> Result:
+        """Decodes an answer. Raises SandboxError if `decode` fails."""
         try:
             return decode(raw)
         except EtudeError:
@@ -159,7 +156,7 @@ class Connection:
                 fix="use the same version of Étude on both sides",
             ) from error
 
-    def lost(self, reason: str) -> SandboxLostError:
+    def lost_error(self, reason: str) -> SandboxLostError:
         """The error for a connection that failed."""
         return SandboxLostError(
             f"the connection to the {self._server} server failed: {reason}",
@@ -169,14 +166,14 @@ class Connection:
         )
 
     @contextlib.contextmanager
-    def _named(self) -> Iterator[None]:
-        """Says of what server a failure is."""
+    def _errors_converted(self) -> Iterator[None]:
+        """Converts errors of the transport into SandboxLostError, which names the server."""
         try:
             yield
         except NoAnswerError as error:
-            raise self.lost(error.message) from error
+            raise self.lost_error(error.message) from error
         except FrameError as error:
-            raise self.lost(str(error)) from error
+            raise self.lost_error(str(error)) from error
 
     async def _result(self, answer: Answer, on_output: OnOutput | None, on_frame: OnFrame | None) -> Encoded:
         unpacker = Unpacker()
@@ -190,9 +187,9 @@ class Connection:
                 if event == "output" and on_output is not None:
                     on_output(int(header["fd"]), payload)
                 elif event != "beat" and on_frame is not None:
-                    taken = on_frame(header, payload)
-                    if taken is not None:
-                        await taken
+                    pending = on_frame(header, payload)
+                    if pending is not None:
+                        await pending
         raise NoAnswerError("the answer ended in its middle")
 
     def _refusal(self, answer: Answer) -> Exception:
@@ -207,16 +204,16 @@ class Connection:
 
 
 class OutputStream:
-    """The output of a background command as it comes, read by a task of its own."""
+    """Reads the output of a background command in a task of its own."""
 
     def __init__(self, exchange: Exchange, header: Header, on_output: OnOutput) -> None:
-        """`exchange`: makes the call that starts it."""
+        """`exchange`: makes the call that starts the command."""
         self._started: asyncio.Future[Header] = asyncio.get_running_loop().create_future()
         self.num_dropped_bytes = 0
         self._task = asyncio.ensure_future(self._read(exchange, header, on_output))
 
-    async def started(self) -> Header:
-        """What the program inside answered to the start. Raises what kept it from starting."""
+    async def wait_started(self) -> Header:
+        """The answer to the start of the command. Raises the error that prevented it."""
         try:
             return await asyncio.shield(self._started)
         except asyncio.CancelledError:
@@ -224,16 +221,16 @@ class OutputStream:
             raise
 
     async def drain(self) -> None:
-        """Waits for the last output of a command that has ended."""
+        """Waits for the remaining output of a command that has ended."""
         await asyncio.wait({self._task}, timeout=_LAST_OUTPUT_S)
         await self.stop()
 
     async def stop(self) -> None:
-        """Reads no more."""
+        """Stops reading."""
         await end_tasks(self._task)
 
-    def take(self, frame: Header, payload: bytes) -> None:
-        """One frame that is no output."""
+    def on_frame(self, frame: Header, payload: bytes) -> None:
+        """Handles a frame other than output."""
         if frame.get("event") == "started" and not self._started.done():
             self._started.set_result(frame["value"])
         elif frame.get("event") == "dropped":
@@ -241,9 +238,9 @@ class OutputStream:
 
     async def _read(self, exchange: Exchange, header: Header, on_output: OnOutput) -> None:
         try:
-            await exchange(header, b"", on_output, self.take)
+            await exchange(header, b"", on_output, self.on_frame)
         except EtudeError as error:
-            # Once the command runs, `wait` is where a lost server shows.
+            # Once the command runs, `wait` raises the error of a lost server.
             if not self._started.done():
                 self._started.set_exception(error)
         finally:

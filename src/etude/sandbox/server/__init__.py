@@ -1,4 +1,4 @@
-"""Sandboxes for other processes and hosts, over HTTP. Start at `app.build_app` and `app.serve`."""
+"""Sandboxes for other processes and hosts, by HTTP. Start at `app.build_app` and `app.serve`."""
 
 from __future__ import annotations
 

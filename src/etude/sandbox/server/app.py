@@ -1,7 +1,7 @@
-"""The server's application (routes, authentication, errors, measurement), its process, and the routes about
-the server itself and its snapshots: what it can, how it is, what it keeps.
+"""The server's application (routes, authentication, errors, metrics), its process, and the routes about the
+server itself and its snapshots: capabilities, health, pressure, problems.
 
-What a killed process leaves, the backends clear away at the next start.
+The backends remove leftovers of a killed server at the next start.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ async def health(state: State) -> Response:
 
 @router.get("/v1/capabilities")
 async def capabilities(named: Named, state: State) -> Response:
-    """What a backend of this server can do (`?backend=`), and what the server takes."""
+    """The capabilities of a backend of this server (`?backend=`), and the limits of requests."""
     name, backend = named
     return Json(
         {
@@ -56,19 +56,19 @@ async def capabilities(named: Named, state: State) -> Response:
 
 @router.get("/v1/pressure")
 async def pressure(state: State) -> Response:
-    """How loaded this host is: fractions of its processor, memory and disk, above 1 where work waits."""
+    """Load of this host: used fractions of its processor, memory and disk, above 1 if work waits."""
     return Json(encode(await state.probe.pressure()))
 
 
 @router.get("/v1/capacity")
 async def capacity(state: State) -> Response:
-    """What this host has: cores, memory and disk in bytes."""
+    """Size of this host: cores, and memory and disk in bytes."""
     return Json(encode(await asyncio.to_thread(state.capacity)))
 
 
 @router.get("/v1/problems")
 async def problems(state: State) -> Response:
-    """What does not work at present, each line with its fix."""
+    """Current problems, one line each, with its fix."""
     return Json(state.problems())
 
 
@@ -102,13 +102,13 @@ async def export_snapshot(snapshot: str, named: Named, state: State) -> Response
         work(),
         tail=pack_file(file),
         cleanup=lambda: asyncio.to_thread(spool.cleanup),
-        on_error=state.note_error,
+        on_error=state.count_error,
     )
 
 
 @router.post("/v1/snapshots/import", responses=LONG, openapi_extra=described(body=FRAMES))
 async def import_snapshot(request: Request, named: Named, state: State) -> Response:
-    """Takes in the snapshot that the body streams."""
+    """Imports the snapshot that the body streams."""
     _, backend = named
     spool = state.spool_directory()
     file = Path(spool.name, "snapshot")
@@ -140,9 +140,9 @@ def build_app(
 ) -> FastAPI:
     """An ASGI application that serves sandboxes and closes the backends when it ends.
 
-    `token`: what clients must present as a bearer; None: none is asked for.
-    `peers`: addresses of servers to which sandboxes may be moved. `spool`: directory for uploads and
-    exports on their way, `spool` of the state directory if None; what a killed server left is removed.
+    `token`: the clients' bearer token; None: none is required. `peers`: addresses of servers to which
+    sandboxes may be moved. `spool`: directory for uploads and exports in transit, `spool` of the state
+    directory if None; leftovers of killed servers are removed.
     """
     state = ServerState(backends, limits or Limits(), tuple(p.rstrip("/") for p in peers), spool)
 
@@ -159,7 +159,7 @@ def build_app(
         "Étude sandboxes",
         OwnErrors({KeyConflictError: 409, TornUploadError: 400, **STATUSES}, encode_error),
         lifespan=lifespan,
-        on_error=lambda connection, error, status: state.note_error(error),
+        on_error=lambda connection, error, status: state.count_error(error),
         metrics=state.metrics,
         health=health,
         figures=lambda request: state.metrics_text(),
@@ -188,8 +188,8 @@ def serve(
 ) -> None:
     """Serves sandboxes until a signal ends it. Blocks.
 
-    `token` None is for loopback addresses alone. `certificate` and `key`: PEM files; without them tokens
-    cross the network in the clear. Raises ConfigError.
+    `token` None is only allowed for loopback addresses. `certificate` and `key`: PEM files; without them
+    tokens are sent unencrypted. Raises ConfigError.
     """
     check_token(host, token is not None)
     app = build_app(backends, token, limits, peers, spool)

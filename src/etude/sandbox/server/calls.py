@@ -1,7 +1,7 @@
-"""The one route into a sandbox: `POST .../call` carries what `Sandbox.call` takes, and its answer.
+"""The route `POST .../call`, which makes a `Sandbox.call` and returns its answer.
 
-Only the operations of this table pass, with these fields: what else the program inside understands is its
-owner's to ask.
+Only the operations and fields of the table `CALLS` are accepted: the other operations of the program inside
+are reserved for its owner.
 """
 
 from __future__ import annotations
@@ -16,10 +16,18 @@ from etude.errors import UserError
 from etude.sandbox.commands import process_id
 from etude.sandbox.inside.frames import Header, pack
 from etude.sandbox.refusals import check_timeout
-from etude.sandbox.server.requests import Box, State, check_numbers, is_plain, long, long_answer, read_request
+from etude.sandbox.server.requests import (
+    Served,
+    State,
+    check_numbers,
+    is_plain,
+    long,
+    long_answer,
+    read_request,
+)
 from etude.serving.describing import BINARY, JSON, answering, object_schema
 from etude.serving.long_answers import OutputBuffer
-from etude.serving.messages import FRAMES, Encoded, Fields, checked, strings
+from etude.serving.messages import FRAMES, Encoded, Fields, check_fields, check_strings
 
 _NONE = type(None)
 _PID: Fields = {"pid": (int,)}
@@ -57,7 +65,7 @@ CALLS: Mapping[str, Fields] = {
     "tests": _RUN,
     "probes": _RUN,
 }
-"""For each operation, its fields."""
+"""Operation -> its fields."""
 _DEFAULTS: dict[str, Any] = {
     "path": ".",
     "limit_bytes": 1 << 20,
@@ -70,18 +78,20 @@ _DEFAULTS: dict[str, Any] = {
     "cwd": None,
     "close": False,
 }
-"""Of fields that a client leaves out and the program inside wants."""
+"""Defaults of fields that a client may omit and the program inside requires."""
 router = APIRouter(prefix="/sandboxes/{sandbox_id}")
 
 
 def check_call(raw: Any, payload: bytes) -> Header:
-    """A call as `Sandbox.call` takes it. Raises UserError that names the field."""
+    """Validates a call; its header for `Sandbox.call`. Raises UserError that names the field."""
     operation = raw.get("op") if isinstance(raw, dict) else None
     if not isinstance(operation, str) or operation not in CALLS:
         raise UserError("unknown operation", field="op", received=operation, fix="one of " + ", ".join(CALLS))
     fields = CALLS[operation]
     given = {
-        name: value for name, value in checked(raw, {"op": (str,), **fields}).items() if value is not None
+        name: value
+        for name, value in check_fields(raw, {"op": (str,), **fields}).items()
+        if value is not None
     }
     header = {**{name: _DEFAULTS[name] for name in fields if name in _DEFAULTS}, **given}
     if header.get("background"):
@@ -89,22 +99,22 @@ def check_call(raw: Any, payload: bytes) -> Header:
     if "timeout_s" in given:
         check_timeout(given["timeout_s"])
     check_numbers(header, "limit_bytes", "offset", "depth", "limit")
-    strings([*header.get("env", {}).values()], "env")
+    check_strings([*header.get("env", {}).values()], "env")
     for name in ("more", "paths", "exclude"):
-        strings(header.get(name, []), name)
+        check_strings(header.get(name, []), name)
     if "files" in header:
         _check_sizes(header["files"], len(payload))
     return header
 
 
 def _check_sizes(rows: list[Any], payload_bytes: int) -> None:
-    """Raises UserError unless they are rows of path and size that fill the payload."""
+    """Raises UserError unless these are rows of path and size that add up to the payload."""
     for row in rows:
         if not isinstance(row, list) or len(row) != 2 or type(row[1]) is not int or row[1] < 0:
             raise UserError(
                 "must be rows of [path, size]", field="files", received=row, fix="correct the request"
             )
-        strings(row[:1], "files")
+        check_strings(row[:1], "files")
     wanted = sum(size for _, size in rows)
     if wanted != payload_bytes:
         raise UserError(
@@ -122,27 +132,27 @@ _BODY = {"content": {JSON: {"schema": {"oneOf": _SCHEMAS}}, FRAMES: {"schema": B
 
 
 @router.post("/call", responses=answering(JSON, FRAMES), openapi_extra={"requestBody": _BODY})
-async def call(request: Request, held: Box, state: State) -> Response:
-    """One call of the program inside: files, commands, test runs, diffs; as JSON alone, with the `payload` as
-    text, if the client accepts no frames.
+async def call(request: Request, served: Served, state: State) -> Response:
+    """One call of the program inside: files, commands, test runs, diffs. The answer is JSON, with the
+    `payload` as text, if the client does not accept frames.
 
-    Who leaves, ends the command or test run. One in the background goes on; with `stream` its output comes
-    until somebody has waited for it.
+    A disconnect ends the command or test run, unless it runs in the background; with `stream` the output of
+    one in the background is sent until it has been waited for.
     """
     raw, payload = await read_request(request, state.limits.body_bytes)
     header = check_call(raw, payload)
     output = OutputBuffer(pack) if header.get("stream") else None
     on_output = None if output is None else output.put
     if output is not None and header.get("background"):
-        answer, _ = await held.sandbox.call(header, b"", on_output)
+        answer, _ = await served.sandbox.call(header, b"", on_output)
         first = pack({"event": "started", "value": answer})
-        following = held.follow(process_id(answer, held.sandbox.id), output)
-        return long_answer(following, output, first=first, on_error=state.note_error)
+        following = served.follow(process_id(answer, served.sandbox.id), output)
+        return long_answer(following, output, first=first, on_error=state.count_error)
 
     async def work() -> Encoded:
-        answer, data = await held.sandbox.call(header, payload, on_output)
+        answer, data = await served.sandbox.call(header, payload, on_output)
         if header["op"] == "wait":
-            held.finish_output(header["pid"])
+            served.finish_output(header["pid"])
         if is_plain(request, output):
             return {**answer, "payload": data.decode(errors="replace")}, b""
         return answer, data

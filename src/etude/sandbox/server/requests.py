@@ -1,4 +1,4 @@
-"""What the routes share: the server's state, the sandbox of a path, the fields of each request."""
+"""Code shared by the routes: dependencies for state and sandbox, and the parsing of requests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from etude.sandbox.errors import SandboxLostError, fault_error
 from etude.sandbox.inside import faults
 from etude.sandbox.inside.frames import FrameError, Header, Unpacker, pack
 from etude.sandbox.interface import SandboxBackend
-from etude.sandbox.server.state import Held, ServerState
+from etude.sandbox.server.state import ServedSandbox, ServerState
 from etude.sandbox.template import Template
 from etude.sandbox.types import Network, Resources
 from etude.sandbox.wire_types import ERROR_SHAPE, encode, receive_file
@@ -23,13 +23,13 @@ from etude.serving import application
 from etude.serving.application import pieces
 from etude.serving.json_bodies import MOST_LEVELS, check_values, is_too_deep
 from etude.serving.long_answers import LongAnswer, OutputBuffer, Work
-from etude.serving.messages import FRAMES, Encoded, Fields, checked, strings
+from etude.serving.messages import FRAMES, Encoded, Fields, check_fields, check_strings
 
 _NONE = type(None)
 _SIZES_BYTES = 8
-"""Of a frame's two lengths, the header's first."""
+"""Size of a frame's two lengths, of which the header's comes first."""
 _MOST = 1 << 62
-"""Kernels count in 64 bits."""
+"""Upper bound of numbers, as kernels use 64 bits."""
 CREATE: Fields = {
     "backend": (str, _NONE),
     "template": (str, dict, _NONE),
@@ -50,11 +50,11 @@ _RESOURCES: Fields = {
 
 
 class TornUploadError(SandboxLostError):
-    """A stream of files whose end is missing: its sender has left, or sends something else."""
+    """An uploaded file without its end: the sender disconnected, or sent something else."""
 
 
 def state_of(request: Request) -> ServerState:
-    """The state of the server that got the request."""
+    """The state of the server that received the request."""
     return request.app.state.sandboxes
 
 
@@ -66,24 +66,24 @@ async def _named(state: State, backend: str | None = None) -> tuple[str, Sandbox
 
 
 Named = Annotated[tuple[str, SandboxBackend], Depends(_named)]
-"""The backend of the query, `?backend=`, with its name; without one, the first."""
+"""The backend that `?backend=` names, with its name; by default the first."""
 
 
-async def _held(sandbox_id: str, state: State) -> Held:
+async def _served(sandbox_id: str, state: State) -> ServedSandbox:
     return await state.find(sandbox_id)
 
 
-Box = Annotated[Held, Depends(_held)]
-"""The sandbox of the path. One that sleeps is not woken."""
+Served = Annotated[ServedSandbox, Depends(_served)]
+"""The sandbox that the path names. A paused one is not resumed."""
 
 
 async def read_request(request: Request, limit_bytes: int) -> tuple[Any, bytes]:
-    """A request's header and payload: one frame, or JSON alone. Raises UserError for anything else."""
+    """A request's header and payload, from one frame or from JSON. Raises UserError for anything else."""
     return await application.read_request(request, limit_bytes, _unpack)
 
 
 def _unpack(body: bytes) -> list[tuple[Header, bytes]]:
-    """The frames of a body whose header is looked at before it is read. Raises FrameError."""
+    """Decodes the frames of a body, and checks the size of the first header before. Raises FrameError."""
     check_values(body[_SIZES_BYTES : _SIZES_BYTES + int.from_bytes(body[:4], "little")])
     frames = Unpacker().feed(body)
     if any(is_too_deep(header) for header, _ in frames):
@@ -92,7 +92,7 @@ def _unpack(body: bytes) -> list[tuple[Header, bytes]]:
 
 
 async def frames_of(chunks: AsyncIterator[bytes]) -> AsyncIterator[tuple[Header, bytes]]:
-    """The frames in a stream of bytes. Raises UserError for what is none."""
+    """Decodes the frames of a byte stream. Raises UserError for invalid ones."""
     unpacker = Unpacker()
     async for chunk in chunks:
         try:
@@ -108,16 +108,16 @@ async def frames_of(chunks: AsyncIterator[bytes]) -> AsyncIterator[tuple[Header,
 
 
 async def fields_of(request: Request, state: ServerState, fields: Fields) -> dict[str, Any]:
-    """The checked fields of a request, those that are null left out."""
+    """The validated fields of a request, without those that are null."""
     raw, _ = await read_request(request, state.limits.body_bytes)
-    named = {name: value for name, value in checked(raw, fields).items() if value is not None}
-    strings([*named.get("metadata", {}).values()], "metadata")
+    named = {name: value for name, value in check_fields(raw, fields).items() if value is not None}
+    check_strings([*named.get("metadata", {}).values()], "metadata")
     check_numbers(named, "timeout_s", "count")
     return named
 
 
 def check_numbers(named: dict[str, Any], *names: str) -> None:
-    """Raises UserError for fields that are negative, or beyond what a kernel counts."""
+    """Raises UserError for fields that are negative, or too large for a kernel."""
     for name in names:
         if not 0 <= named.get(name, 0) < _MOST:
             raise UserError(
@@ -125,17 +125,17 @@ def check_numbers(named: dict[str, Any], *names: str) -> None:
             )
 
 
-def one_of(named: dict[str, Any], name: str, *values: str) -> None:
-    """Raises UserError if a field that is there has none of the values."""
+def check_choice(named: dict[str, Any], name: str, *values: str) -> None:
+    """Raises UserError if a field is set to none of the values."""
     if name in named and named[name] not in values:
         raise UserError("unknown value", field=name, received=named[name], fix="one of " + ", ".join(values))
 
 
 def resources_of(raw: dict[str, Any] | None) -> Resources | None:
-    """Resources as a request names them; what it leaves out has its default."""
+    """Parses the resources of a request; omitted ones have their defaults."""
     if raw is None:
         return None
-    named = {name: value for name, value in checked(raw, _RESOURCES).items() if value is not None}
+    named = {name: value for name, value in check_fields(raw, _RESOURCES).items() if value is not None}
     for name, value in named.items():
         if not 0 < value < _MOST:
             raise UserError(
@@ -148,17 +148,17 @@ def resources_of(raw: dict[str, Any] | None) -> Resources | None:
 
 
 def network_of(raw: dict[str, Any] | None) -> Network | None:
-    """A network as a request names it."""
+    """Parses the network of a request."""
     if raw is None:
         return None
-    return Network(tuple(strings(checked(raw, {"allow": (list,)})["allow"], "network.allow")))
+    return Network(tuple(check_strings(check_fields(raw, {"allow": (list,)})["allow"], "network.allow")))
 
 
 def inline_template(raw: dict[str, Any]) -> Template:
-    """A template that is written in the request itself: a name and text files."""
-    named = checked(raw, {"name": (str, _NONE), "files": (dict, _NONE)})
+    """Parses a template that is part of the request: a name and text files."""
+    named = check_fields(raw, {"name": (str, _NONE), "files": (dict, _NONE)})
     files = named.get("files") or {}
-    strings([*files.values()], "template.files")
+    check_strings([*files.values()], "template.files")
     try:
         return Template(files, named.get("name") or "template")
     except UnicodeEncodeError as error:
@@ -168,8 +168,7 @@ def inline_template(raw: dict[str, Any]) -> Template:
 
 
 def pack_answer(header: Header, payload: bytes = b"") -> bytes:
-    """The frame of an answer; of one that no frame holds, the error that says so: names and lines are of the
-    agent's making."""
+    """Encodes an answer as a frame; one that is too large, which the agent can cause, as an error."""
     try:
         return pack(header, payload)
     except FrameError:
@@ -180,7 +179,7 @@ long_answer = partial(LongAnswer, pack=pack_answer, errors=ERROR_SHAPE)
 
 
 def is_plain(request: Request, output: OutputBuffer | None = None) -> bool:
-    """Whether the answer is JSON alone: the client accepts no frames, and nothing streams."""
+    """Whether the answer is JSON: the client does not accept frames, and no output is streamed."""
     return output is None and FRAMES not in request.headers.get("accept", "*/*")
 
 
@@ -192,24 +191,21 @@ def long(
     finish: Callable[[asyncio.Task[Encoded]], object] | None = None,
     cleanup: Callable[[], Awaitable[None]] | None = None,
 ) -> LongAnswer:
-    """The answer of a call that may take long."""
+    """The response of a call that may take long."""
     plain = is_plain(request, output)
-    return long_answer(work, output, finish, plain=plain, cleanup=cleanup, on_error=state.note_error)
+    return long_answer(work, output, finish, plain=plain, cleanup=cleanup, on_error=state.count_error)
 
 
 async def encoded(call: Awaitable[object]) -> Encoded:
-    """The encoded result of a call."""
+    """Awaits a call; its encoded result."""
     return encode(await call), b""
 
 
 async def receive_upload(request: Request, state: ServerState, target: Path) -> None:
-    """Writes the file that a request streams to `target`.
-
-    Raises TornUploadError for a stream without an end: then nothing of it may be used.
-    """
+    """Writes the file that a request streams to `target`. Raises TornUploadError if its end is missing."""
     with receive_file(target) as writer:
         async for header, piece in frames_of(pieces(request, state.limits.upload_bytes)):
-            await asyncio.to_thread(writer.take, header, piece)
+            await asyncio.to_thread(writer.write_frame, header, piece)
         if not writer.is_whole:
             raise TornUploadError(
                 "the upload ended in its middle", field="body", received=writer.num_bytes, fix="send it again"

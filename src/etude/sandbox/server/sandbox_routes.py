@@ -1,4 +1,4 @@
-"""Routes that make, copy, move and end sandboxes."""
+"""Routes that create, copy, move and end sandboxes."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from etude.sandbox.interface import Sandbox
 from etude.sandbox.remote import RemoteBackend
 from etude.sandbox.server import requests
 from etude.sandbox.server.requests import (
-    Box,
     Named,
+    Served,
     State,
+    check_choice,
     encoded,
     fields_of,
     inline_template,
     long,
     network_of,
-    one_of,
     read_request,
     resources_of,
 )
@@ -39,7 +39,7 @@ router = APIRouter()
 
 @router.put("/templates", openapi_extra=described(body=FRAMES))
 async def put_template(request: Request, state: State) -> Response:
-    """Keeps a template for further creations: one frame; answers with its key."""
+    """Stores a template, sent as one frame, for further creations; answers with its key."""
     raw, payload = await read_request(request, state.limits.template_bytes)
     try:
         template = decode_template(raw, payload)
@@ -52,7 +52,7 @@ async def put_template(request: Request, state: State) -> Response:
 
 @router.post("/sandboxes", responses=LONG, openapi_extra=described(requests.CREATE))
 async def create(request: Request, state: State) -> Response:
-    """A new sandbox. The same `Idempotency-Key` gives the same sandbox, also while it is being made."""
+    """Creates a sandbox. One `Idempotency-Key` gives one sandbox, also while it is being created."""
     state.check_accepting()
     named = await fields_of(request, state, requests.CREATE)
     key = request.headers.get("idempotency-key")
@@ -60,7 +60,7 @@ async def create(request: Request, state: State) -> Response:
     def begin() -> asyncio.Task[str]:
         return state.in_background(_make(state, named))
 
-    creation = Creation("", begin()) if key is None else state.creations.enter(key, named, begin)
+    creation = Creation("", begin()) if key is None else state.creations.get_or_start(key, named, begin)
     creation.num_claims += 1
     grace_s = 0.0 if key is None else state.limits.unclaimed_s
 
@@ -87,7 +87,7 @@ async def _make(state: ServerState, named: dict[str, Any]) -> str:
         state.metrics.count("etude_sandbox_create_failures", backend=name, kind=type(error).__name__)
         raise
     state.metrics.count("etude_sandboxes_created", backend=name)
-    state.hold(name, sandbox)
+    state.register(name, sandbox)
     return sandbox.id
 
 
@@ -109,19 +109,19 @@ def _template(state: ServerState, named: str | dict[str, Any] | None) -> Templat
 
 async def _claim(state: ServerState, creation: Creation) -> Encoded:
     sandbox_id = await asyncio.shield(creation.task)
-    held = state.known(sandbox_id)
-    if held is None:
+    served = state.get(sandbox_id)
+    if served is None:
         raise SandboxMissingError(
             "the sandbox that was made for this key has ended",
             field="Idempotency-Key",
             received=sandbox_id,
             fix="use a new key",
         )
-    return await encoded(held.sandbox.get_info())
+    return await encoded(served.sandbox.get_info())
 
 
 async def _end_unclaimed(state: ServerState, creation: Creation, grace_s: float) -> None:
-    """Ends a sandbox whose creator has left and does not come back."""
+    """Ends a sandbox whose creator disconnected and does not retry."""
     await asyncio.sleep(grace_s)
     if creation.num_claims:
         return
@@ -129,30 +129,30 @@ async def _end_unclaimed(state: ServerState, creation: Creation, grace_s: float)
     await asyncio.wait({creation.task})
     if creation.task.cancelled() or creation.task.exception() is not None:
         return
-    held = state.known(creation.task.result())
-    if held is not None:
-        await _end(state, held.sandbox)
+    served = state.get(creation.task.result())
+    if served is not None:
+        await _end(state, served.sandbox)
 
 
 async def _end(state: ServerState, sandbox: Sandbox) -> None:
     await sandbox.kill()
-    state.forget(sandbox.id)
+    state.remove(sandbox.id)
     state.metrics.count("etude_sandboxes_killed")
 
 
 @router.get("/sandboxes")
 async def list_sandboxes(named: Named) -> Response:
-    """The living and the paused sandboxes of a backend: `?backend=`."""
+    """The running and paused sandboxes of a backend: `?backend=`."""
     _, backend = named
     return Json(encode(await backend.list()))
 
 
 @router.get("/sandboxes/{sandbox_id}")
 async def get_info(sandbox_id: str, state: State) -> Response:
-    """What is known of one sandbox, asleep or not."""
-    held = state.known(sandbox_id)
-    if held is not None:
-        return Json(encode(await held.sandbox.get_info()))
+    """Description and state of one sandbox, paused or not."""
+    served = state.get(sandbox_id)
+    if served is not None:
+        return Json(encode(await served.sandbox.get_info()))
     for backend in state.backends.values():
         for info in await backend.list():
             if info.id == sandbox_id:
@@ -162,12 +162,12 @@ async def get_info(sandbox_id: str, state: State) -> Response:
 
 @router.post("/sandboxes/{sandbox_id}/connect", responses=LONG)
 async def connect(sandbox_id: str, request: Request, state: State) -> Response:
-    """A sandbox by its id; one that sleeps is woken."""
+    """A sandbox by its id; a paused one is resumed."""
 
     async def work() -> Encoded:
         return await encoded((await state.connect(sandbox_id)).sandbox.get_info())
 
-    return long(request, state, work(), finish=state.finish_later)
+    return long(request, state, work(), finish=state.keep_running)
 
 
 @router.delete("/sandboxes/{sandbox_id}", responses=LONG)
@@ -176,48 +176,48 @@ async def kill(sandbox_id: str, request: Request, state: State) -> Response:
 
     async def work() -> Encoded:
         try:
-            held = state.known(sandbox_id) or await state.connect(sandbox_id)
+            served = state.get(sandbox_id) or await state.connect(sandbox_id)
         except SandboxMissingError:
             return {"killed": False}, b""
-        await _end(state, held.sandbox)
+        await _end(state, served.sandbox)
         return {"killed": True}, b""
 
-    return long(request, state, work(), finish=state.finish_later)
+    return long(request, state, work(), finish=state.keep_running)
 
 
 @router.post("/sandboxes/{sandbox_id}/timeout", status_code=204, openapi_extra=described(requests.TIMEOUT))
-async def set_timeout(request: Request, held: Box, state: State) -> Response:
+async def set_timeout(request: Request, served: Served, state: State) -> Response:
     """Sets the time to live; null: none."""
     named = await fields_of(request, state, requests.TIMEOUT)
-    await held.sandbox.set_timeout(state.limits.bound_life(named.get("timeout_s")))
+    await served.sandbox.set_timeout(state.limits.bound_life(named.get("timeout_s")))
     return Response(status_code=204)
 
 
 @router.post("/sandboxes/{sandbox_id}/pause", responses=LONG, openapi_extra=described(requests.PAUSE))
-async def pause(request: Request, held: Box, state: State) -> Response:
-    """Puts it to sleep. Finished even if the client leaves."""
+async def pause(request: Request, served: Served, state: State) -> Response:
+    """Pauses the sandbox, even if the client disconnects meanwhile."""
     named = await fields_of(request, state, requests.PAUSE)
-    one_of(named, "mode", "full", "filesystem")
-    return long(request, state, encoded(held.sandbox.pause(**named)), finish=state.finish_later)
+    check_choice(named, "mode", "full", "filesystem")
+    return long(request, state, encoded(served.sandbox.pause(**named)), finish=state.keep_running)
 
 
 @router.post("/sandboxes/{sandbox_id}/resume", responses=LONG)
-async def resume(request: Request, held: Box, state: State) -> Response:
-    """Wakes it. Finished even if the client leaves."""
-    return long(request, state, encoded(held.sandbox.resume()), finish=state.finish_later)
+async def resume(request: Request, served: Served, state: State) -> Response:
+    """Resumes the sandbox, even if the client disconnects meanwhile."""
+    return long(request, state, encoded(served.sandbox.resume()), finish=state.keep_running)
 
 
 @router.post("/sandboxes/{sandbox_id}/snapshots", responses=LONG, openapi_extra=described(requests.SNAPSHOT))
-async def create_snapshot(request: Request, held: Box, state: State) -> Response:
-    """A snapshot. Finished even if the client leaves."""
+async def create_snapshot(request: Request, served: Served, state: State) -> Response:
+    """Creates a snapshot, even if the client disconnects meanwhile."""
     named = await fields_of(request, state, requests.SNAPSHOT)
-    one_of(named, "kind", "full", "filesystem")
-    return long(request, state, encoded(held.sandbox.create_snapshot(**named)), finish=state.finish_later)
+    check_choice(named, "kind", "full", "filesystem")
+    return long(request, state, encoded(served.sandbox.create_snapshot(**named)), finish=state.keep_running)
 
 
 @router.post("/sandboxes/{sandbox_id}/fork", responses=LONG, openapi_extra=described(requests.FORK))
-async def fork(request: Request, held: Box, state: State) -> Response:
-    """Copies: for each its description, or the error that prevented it. Who leaves, gets none."""
+async def fork(request: Request, served: Served, state: State) -> Response:
+    """Copies the sandbox; per copy its id or the error. If the client disconnects, the copies are killed."""
     state.check_accepting()
     named = await fields_of(request, state, requests.FORK)
     if named.get("count", 1) > state.limits.max_forks:
@@ -231,14 +231,14 @@ async def fork(request: Request, held: Box, state: State) -> Response:
 
     async def work() -> Encoded:
         rows: list[Any] = []
-        for copy in await held.sandbox.fork(**named):
+        for copy in await served.sandbox.fork(**named):
             if isinstance(copy, SandboxError):
-                state.note_error(copy)
+                state.count_error(copy)
                 rows.append({"error": encode_error(copy)})
                 continue
             made.append(copy)
-            state.hold(held.backend, copy)
-            state.metrics.count("etude_sandboxes_created", backend=held.backend)
+            state.register(served.backend, copy)
+            state.metrics.count("etude_sandboxes_created", backend=served.backend)
             rows.append({"id": copy.id})
         return rows, b""
 
@@ -254,7 +254,7 @@ async def fork(request: Request, held: Box, state: State) -> Response:
 
 
 @router.post("/sandboxes/{sandbox_id}/migrate", responses=LONG, openapi_extra=described(requests.MIGRATE))
-async def migrate(request: Request, held: Box, state: State) -> Response:
+async def migrate(request: Request, served: Served, state: State) -> Response:
     """Moves the sandbox to another server, which must be among this one's peers."""
     named = await fields_of(request, state, requests.MIGRATE)
     if named["url"].rstrip("/") not in state.peers:
@@ -268,10 +268,10 @@ async def migrate(request: Request, held: Box, state: State) -> Response:
     async def work() -> Encoded:
         target = RemoteBackend(named["url"], named.get("token"), named.get("backend"))
         try:
-            moved = await held.sandbox.migrate(target)
+            moved = await served.sandbox.migrate(target)
         finally:
             await target.disconnect()
-        state.forget(held.sandbox.id)
+        state.remove(served.sandbox.id)
         return {"id": moved.id}, b""
 
-    return long(request, state, work(), finish=state.finish_later)
+    return long(request, state, work(), finish=state.keep_running)

@@ -1,4 +1,4 @@
-"""The state of a server: backends, sandboxes, templates, keys of creations; and what it counts."""
+"""The state of a sandbox server: backends, sandboxes, templates, idempotency keys and metrics."""
 
 from __future__ import annotations
 
@@ -28,38 +28,38 @@ from etude.serving.messages import Encoded
 from etude.serving.metrics import Labels, Metrics
 
 PRUNE_EVERY = 256
-"""After so many new sandboxes those that ended by themselves are forgotten."""
+"""After so many new sandboxes, those that ended by themselves are removed."""
 _NUM_ENDED = 4096
-"""Of those, so many still say themselves what became of them."""
+"""How many ended sandboxes are kept, so that calls to them raise their own error."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a server takes from its clients. Sizes in bytes."""
+    """Limits of what clients may send and request. Sizes in bytes."""
 
     body_bytes: int = 64 << 20
-    """Of one request that is held in memory; larger files are streamed."""
+    """Most of one request that is read into memory; larger files are streamed."""
     upload_bytes: int = 16 << 30
-    """Of one streamed upload or imported snapshot; spooled on disk."""
+    """Most of one streamed upload or imported snapshot, which is spooled on disk."""
     template_bytes: int = 512 << 20
-    """Of all templates that are kept for further creations; the least used go first."""
+    """Most of all templates stored for further creations; the least recently used are dropped first."""
     num_keys: int = 4096
-    """Keys of finished creations that are remembered."""
+    """Number of keys of finished creations that are kept."""
     max_forks: int = 256
-    """Copies in one request."""
+    """Most copies in one request."""
     max_timeout_s: float | None = None
-    """Longest time to live; also that of sandboxes whose client names none. None: unbounded."""
+    """Longest time to live; also the default of sandboxes. None: unlimited."""
     unclaimed_s: float = 60.0
-    """How long a sandbox lives whose creator left before it was ready and did not ask again."""
+    """How long a sandbox lives whose creator disconnected before it was ready and did not retry."""
 
     def bound_life(self, timeout_s: float | None) -> float | None:
-        """The time to live of a sandbox whose client asks for `timeout_s`."""
-        given = [one for one in (timeout_s, self.max_timeout_s) if one is not None]
+        """The time to live of a sandbox for which a client requests `timeout_s`."""
+        given = [limit for limit in (timeout_s, self.max_timeout_s) if limit is not None]
         return min(given, default=None)
 
 
-class TemplateShelf:
-    """Templates by their key, so that a thousand creations send one only once."""
+class TemplateCache:
+    """Uploaded templates by key, least recently used dropped first, so that clients send each only once."""
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
@@ -67,7 +67,7 @@ class TemplateShelf:
         self._bytes = 0
 
     def put(self, template: Template) -> str:
-        """Keeps a template; its key. The last one put is kept whatever its size."""
+        """Stores a template and returns its key. The last one stored is kept whatever its size."""
         key = template_key(template)
         if key not in self._templates:
             self._templates[key] = template
@@ -79,7 +79,7 @@ class TemplateShelf:
         return key
 
     def get(self, key: str) -> Template | None:
-        """A template that is still kept."""
+        """A template that is still stored; else None."""
         if key in self._templates:
             self._templates.move_to_end(key)
         return self._templates.get(key)
@@ -91,17 +91,17 @@ def _size(template: Template) -> int:
 
 @dataclass(eq=False)
 class Creation:
-    """One key's creation: who asks again with the key gets the same sandbox."""
+    """The creation of one idempotency key, shared by all requests with that key."""
 
     fingerprint: str
     task: asyncio.Task[Any]
-    """Makes what was asked for, such as a sandbox; gives its id."""
+    """Creates the object, such as a sandbox; its result is the id."""
     num_claims: int = 0
-    """Requests that got the sandbox, or still wait for it."""
+    """Requests that received the sandbox, or still wait for it."""
 
 
 class Creations:
-    """Creations by idempotency key. A failed one is forgotten: the next request tries again."""
+    """Creations by idempotency key. A failed one is dropped, so that the next request tries again."""
 
     def __init__(self, num_keys: int) -> None:
         self._num_keys = num_keys
@@ -110,10 +110,10 @@ class Creations:
     def __len__(self) -> int:
         return len(self._by_key)
 
-    def enter(self, key: str, body: object, begin: Callable[[], asyncio.Task[Any]]) -> Creation:
-        """The key's creation, begun now if it is new. Raises KeyConflictError for another body."""
+    def get_or_start(self, key: str, body: object, begin: Callable[[], asyncio.Task[Any]]) -> Creation:
+        """The key's creation, started now if it is new. Raises KeyConflictError for another body."""
         fingerprint = hashlib.blake2b(json.dumps(body, sort_keys=True).encode()).hexdigest()
-        self._forget()
+        self._evict()
         creation = self._by_key.get(key)
         if creation is not None:
             if creation.fingerprint != fingerprint:
@@ -127,7 +127,7 @@ class Creations:
         creation = self._by_key[key] = Creation(fingerprint, begin())
         return creation
 
-    def _forget(self) -> None:
+    def _evict(self) -> None:
         finished = [key for key, creation in self._by_key.items() if creation.task.done()]
         num_over = len(self._by_key) - self._num_keys
         for place, key in enumerate(finished):
@@ -137,20 +137,20 @@ class Creations:
 
 
 class KeyConflictError(ConfigError):
-    """An idempotency key that came with two different requests."""
+    """An idempotency key that was used for two different requests."""
 
 
 @dataclass(eq=False)
-class Held:
-    """A sandbox of this server, and what its clients have running in it."""
+class ServedSandbox:
+    """A sandbox of this server, and the output streams of its background commands."""
 
     backend: str
     sandbox: Sandbox
     outputs: dict[int, OutputBuffer] = field(default_factory=dict[int, OutputBuffer])
-    """By process id: of the background commands whose output is on its way to a client."""
+    """By process id: output of the background commands that is streamed to clients."""
 
     def follow(self, pid: int, output: OutputBuffer) -> Coroutine[Any, Any, Encoded]:
-        """What ends once somebody has waited for a background command, or the reader of its output leaves."""
+        """A coroutine that ends when the background command was waited for, or its output is read no more."""
         self.outputs[pid] = output
 
         async def wait() -> Encoded:
@@ -164,14 +164,14 @@ class Held:
         return wait()
 
     def finish_output(self, pid: int) -> None:
-        """A command has ended: its client's stream may end."""
+        """Ends the output stream of a command that has ended."""
         output = self.outputs.pop(pid, None)
         if output is not None:
             output.finish()
 
 
 class ServerState:
-    """All of it, for one event loop."""
+    """The state of one server, for one event loop."""
 
     def __init__(
         self,
@@ -188,18 +188,18 @@ class ServerState:
         self._spool = spool or default_state_directory() / "spool"
         self._work: ScratchDirectory | None = None
         self.probe = MachineProbe(self._spool)
-        """Of this host, for fleets."""
+        """Measures this host's load, for fleets."""
         self.metrics = Metrics("etude_sandbox")
-        self.templates = TemplateShelf(limits.template_bytes)
+        self.templates = TemplateCache(limits.template_bytes)
         self.creations = Creations(limits.num_keys)
         self.draining = False
-        self._held: dict[str, Held] = {}
-        self._ended: OrderedDict[str, Held] = OrderedDict()
-        self._num_held = 0
-        self._background = Tasks(on_error=self._note_background_error)
+        self._served: dict[str, ServedSandbox] = {}
+        self._ended: OrderedDict[str, ServedSandbox] = OrderedDict()
+        self._num_registered = 0
+        self._background = Tasks(on_error=self._count_background_error)
 
     def capacity(self) -> Capacity:
-        """What this host has. Blocks."""
+        """Cores, memory and disk of this host. Blocks."""
         self._spool.mkdir(parents=True, exist_ok=True)
         return machine_capacity(self._spool)
 
@@ -224,77 +224,77 @@ class ServerState:
                 fix="use another server, or wait for its restart",
             )
 
-    def hold(self, backend: str, sandbox: Sandbox) -> Held:
-        """Knows a sandbox from now on."""
-        held = self._held.get(sandbox.id)
-        if held is None or held.sandbox is not sandbox:
-            held = self._held[sandbox.id] = Held(backend, sandbox)
-            self._num_held += 1
-            if self._num_held % PRUNE_EVERY == 0:
+    def register(self, backend: str, sandbox: Sandbox) -> ServedSandbox:
+        """Adds a sandbox to the table."""
+        served = self._served.get(sandbox.id)
+        if served is None or served.sandbox is not sandbox:
+            served = self._served[sandbox.id] = ServedSandbox(backend, sandbox)
+            self._num_registered += 1
+            if self._num_registered % PRUNE_EVERY == 0:
                 self.in_background(self.prune())
-        return held
+        return served
 
-    def forget(self, sandbox_id: str) -> None:
-        """A sandbox has ended; streams of its commands end."""
-        held = self._held.pop(sandbox_id, None)
-        if held is not None:
-            for pid in list(held.outputs):
-                held.finish_output(pid)
+    def remove(self, sandbox_id: str) -> None:
+        """Removes a sandbox that has ended, and ends the output streams of its commands."""
+        served = self._served.pop(sandbox_id, None)
+        if served is not None:
+            for pid in list(served.outputs):
+                served.finish_output(pid)
 
-    def known(self, sandbox_id: str) -> Held | None:
-        """A sandbox that this server made or found before."""
-        return self._held.get(sandbox_id)
+    def get(self, sandbox_id: str) -> ServedSandbox | None:
+        """A registered sandbox; else None."""
+        return self._served.get(sandbox_id)
 
-    async def find(self, sandbox_id: str) -> Held:
-        """A sandbox by its id; one that sleeps is not woken, and one that ended by itself answers as it does
-        where it lives: its time may have been the agent's to keep. Raises SandboxMissingError."""
-        held = self._held.get(sandbox_id)
-        if held is not None:
-            return held
+    async def find(self, sandbox_id: str) -> ServedSandbox:
+        """A sandbox by its id; a paused one is not resumed. One that ended by itself is returned too, so that
+        calls raise its own error: the agent may have let its time expire. Raises SandboxMissingError."""
+        served = self._served.get(sandbox_id)
+        if served is not None:
+            return served
         for name, backend in self.backends.items():
             for info in await backend.list():
                 if info.id == sandbox_id and info.state == "running":
-                    return self.hold(name, await backend.connect(sandbox_id))
+                    return self.register(name, await backend.connect(sandbox_id))
         if sandbox_id in self._ended:
             return self._ended[sandbox_id]
         raise missing_sandbox(sandbox_id)
 
-    async def connect(self, sandbox_id: str) -> Held:
-        """A sandbox by its id; one that sleeps is woken. Raises SandboxMissingError."""
-        held = self._held.get(sandbox_id)
-        backends = self.backends.items() if held is None else [(held.backend, self.backends[held.backend])]
+    async def connect(self, sandbox_id: str) -> ServedSandbox:
+        """A sandbox by its id; a paused one is resumed. Raises SandboxMissingError."""
+        served = self._served.get(sandbox_id)
+        names = self.backends if served is None else [served.backend]
         missing: SandboxMissingError | None = None
-        for name, backend in backends:
+        for name in names:
             try:
-                return self.hold(name, await backend.connect(sandbox_id))
+                return self.register(name, await self.backends[name].connect(sandbox_id))
             except SandboxMissingError as error:
                 missing = error
-        self._set_aside(sandbox_id)
+        self._move_to_ended(sandbox_id)
         assert missing is not None, "there is at least one backend"
         raise missing
 
     async def prune(self) -> dict[str, int]:
-        """Forgets sandboxes that ended by themselves; the number of live ones of each backend."""
+        """Removes sandboxes that ended by themselves; the number of live ones of each backend."""
         live: dict[str, int] = {}
         for name, backend in self.backends.items():
-            before = [held.sandbox.id for held in self._held.values() if held.backend == name]
+            before = [served.sandbox.id for served in self._served.values() if served.backend == name]
             infos = await backend.list()
             ids = {info.id for info in infos}
             live[name] = sum(info.state == "running" for info in infos)
             for gone in set(before) - ids:
-                self._set_aside(gone)
+                self._move_to_ended(gone)
         return live
 
-    def _set_aside(self, sandbox_id: str) -> None:
-        held = self._held.get(sandbox_id)
-        self.forget(sandbox_id)
-        if held is not None:
-            self._ended[sandbox_id] = held
+    def _move_to_ended(self, sandbox_id: str) -> None:
+        served = self._served.get(sandbox_id)
+        self.remove(sandbox_id)
+        if served is not None:
+            self._ended[sandbox_id] = served
             if len(self._ended) > _NUM_ENDED:
                 self._ended.popitem(last=False)
 
     async def metrics_text(self) -> str:
-        """See Metrics.text; with what lives and waits now."""
+        """All metrics in Prometheus' format, with the current numbers of live sandboxes and waiting calls."""
         gauges: dict[tuple[str, Labels], float] = {("etude_sandbox_draining", ()): float(self.draining)}
         for name, num in (await self.prune()).items():
             gauges["etude_sandbox_live", (("backend", name),)] = num
@@ -303,11 +303,11 @@ class ServerState:
                 labels = (("backend", name),)
                 gauges["etude_sandbox_queue", labels] = sum(backend.waiting.values())
                 gauges["etude_sandbox_places", labels] = backend.max_live
-                gauges["etude_sandbox_places_held", labels] = backend.held
+                gauges["etude_sandbox_places_held", labels] = backend.num_held
         return self.metrics.text(gauges)
 
     def problems(self) -> list[str]:
-        """What does not work at present, in words."""
+        """Current problems of the backends, as text."""
         found: list[str] = []
         for name, backend in self.backends.items():
             found += [f"{name}: {line}" for line in backend.doctor()]
@@ -316,37 +316,37 @@ class ServerState:
         return found
 
     def clear_spool(self) -> None:
-        """Removes what killed servers left of uploads and exports, and makes this one's directory."""
+        """Removes uploads and exports of killed servers, and creates this server's directory."""
         if self._work is None:
             self._work = work_directory(self._spool)
 
     def spool_directory(self) -> tempfile.TemporaryDirectory[str]:
-        """A directory for what passes through, removed by its context manager."""
+        """A temporary directory for an upload or export, removed by its context manager."""
         self.clear_spool()
         assert self._work is not None, "it was just made"
         return tempfile.TemporaryDirectory(dir=self._work.path)
 
     def in_background(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        """Work that goes on without a client."""
+        """Starts a background task of the server."""
         return self._background.start(work)
 
-    def finish_later(self, task: asyncio.Task[Any]) -> asyncio.Task[Any]:
-        """Sees to it that a task whose client has left goes on to its end."""
+    def keep_running(self, task: asyncio.Task[Any]) -> asyncio.Task[Any]:
+        """Lets a task whose client has disconnected run to its end in the background."""
         return self._background.add(task)
 
-    def note_error(self, error: BaseException) -> None:
-        """Counts what a call failed with."""
+    def count_error(self, error: BaseException) -> None:
+        """Counts the error of a call."""
         self.metrics.count("etude_sandbox_errors", kind=type(error).__name__)
 
     async def close(self) -> None:
-        """Ends everything; each backend is closed even if another fails."""
-        for sandbox_id in list(self._held):
-            self.forget(sandbox_id)
+        """Ends all tasks and closes all backends, even if one fails."""
+        for sandbox_id in list(self._served):
+            self.remove(sandbox_id)
         await self._background.close()
         if self._work is not None:
             await asyncio.to_thread(self._work.close)
         await finish_all(backend.close() for backend in self.backends.values())
 
-    def _note_background_error(self, error: BaseException) -> None:
+    def _count_background_error(self, error: BaseException) -> None:
         if not isinstance(error, (UserError, AgentError)):
             self.metrics.count("etude_sandbox_background_failures")

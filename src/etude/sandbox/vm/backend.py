@@ -222,7 +222,7 @@ class VmBackend(MachineBackend):
 
         def on_end() -> None:
             if self._machines.get(sandbox.id) is machine:
-                self.lost(sandbox)
+                self.mark_lost(sandbox)
 
         machine.qemu.qmp.on_end = on_end
         return machine
@@ -248,7 +248,7 @@ class VmBackend(MachineBackend):
         self, sandbox: MachineSandbox, machine: Machine, directory: Path, extra: dict[str, object]
     ) -> None:
         """Writes the state of a running machine, and resumes it unless it is falling asleep."""
-        async with sandbox.held() as channel:
+        async with sandbox.held_for_copy() as channel:
             try:
                 await self._step("save: held")
                 await machine.qemu.execute("stop")  # which flushes the disk into its file, too

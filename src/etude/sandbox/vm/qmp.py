@@ -153,7 +153,7 @@ class Qmp:
             self._events.append(message)
         else:
             self._answers[message.get("id", 0)] = message
-        self._changes.tell()
+        self._changes.notify()
 
     def _finish(self, reason: str) -> None:
         if self._end is not None:
@@ -161,7 +161,7 @@ class Qmp:
         self._end = reason
         with contextlib.suppress(OSError):
             self._sock.close()
-        self._changes.tell()
+        self._changes.notify()
         self.on_end()
 
     def _lost_error(self) -> SandboxLostError:

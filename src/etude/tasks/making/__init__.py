@@ -1,1 +1,1 @@
-"""Tasks made from a project's own code."""
+"""Generates tasks from a project's own code."""

@@ -1,8 +1,7 @@
-"""Planted bugs: every edit that an operator makes somewhere, in an order that is varied from the start.
+"""Planted bugs (mutations): all edits of all operators, in an order that varies operators and functions.
 
-An edit replaces some characters of the file's own text. A candidate is dropped unless its statement still
-parses, into another tree. Combined changes are two or three of different functions at once, of several files
-where there are some.
+An edit replaces some characters of a file. A candidate is dropped unless its statement still parses, to a
+different tree. Combined changes join two or three of different functions, preferably of different files.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from dataclasses import dataclass
 from itertools import combinations, pairwise
 from random import Random
 
-from etude.tasks.making.changes import OPERATOR_JOIN, Change, each_once, in_turn, split_of
+from etude.tasks.making.changes import OPERATOR_JOIN, Change, round_robin, split_of, unique_changes
 from etude.tasks.making.expressions import EXPRESSION_RULES
 from etude.tasks.making.source import Edit, Scope, Source, apply_edits, read_sources, read_tree
 from etude.tasks.making.statements import STATEMENT_RULES
@@ -33,31 +32,31 @@ class _Candidate:
     source: Source
     edits: tuple[Edit, ...]
     around: tuple[int, int]
-    """Offsets of the top-level statement that holds the edits."""
+    """Offsets of the top-level statement that contains the edits."""
     scope: str
 
     def change(self) -> Change | None:
-        """None where the edits change nothing that runs, or what they leave is no Python."""
+        """The change; None if the edits do not change the code, or leave invalid Python."""
         first, last = self.around
         old = self.source.text[first:last]
         new = apply_edits(old, [Edit(edit.start - first, edit.end - first, edit.text) for edit in self.edits])
         edited = [(self.source.text[edit.start : edit.end], edit.text) for edit in self.edits]
-        if all(_what_runs(one) == _what_runs(two) for one, two in edited) or read_tree(new) is None:
+        if all(_tokens(old) == _tokens(new) for old, new in edited) or read_tree(new) is None:
             return None
         path, place = self.source.path, self.source.place(self.edits)
         text = self.source.text[:first] + new + self.source.text[last:]
         return Change("planted_bug", self.operator, {path: text}, (place,))
 
 
-def _what_runs(text: str) -> list[str]:
-    """The tokens but for parentheses: where they differ, so do the trees."""
+def _tokens(text: str) -> list[str]:
+    """The tokens without parentheses: if they differ, so do the trees."""
     return [token for token in code_tokens(text) if token not in "()"]
 
 
 def plan_bugs(sources: Mapping[str, str], seed: int) -> Iterator[Change]:
-    """Every planted bug of a project, the same for the same seed: operators in turn, functions in turn.
+    """Every planted bug of a project, deterministic by seed, round-robin over operators and functions.
 
-    `sources` are path to text; tests and packaging among them are left alone. Yields each text once.
+    `sources`: path -> text; tests and packaging among them are skipped. Yields each text once.
     """
     rng = Random(f"bugs/{seed}")
     by_operator: dict[str, list[_Candidate]] = {}
@@ -65,11 +64,11 @@ def plan_bugs(sources: Mapping[str, str], seed: int) -> Iterator[Change]:
         for candidate in _candidates(source):
             by_operator.setdefault(candidate.operator, []).append(candidate)
     queues = [_shuffle(by_operator[operator], rng) for operator in sorted(by_operator)]
-    yield from each_once(candidate.change() for candidate in in_turn(queues))
+    yield from unique_changes(candidate.change() for candidate in round_robin(queues))
 
 
 def _shuffle(candidates: list[_Candidate], rng: Random) -> list[_Candidate]:
-    """In random order, but the first of each function before the second of any."""
+    """Random order, but the first of each function before the second of any."""
     rng.shuffle(candidates)
     count = Counter[tuple[str, str]]()
 
@@ -96,7 +95,7 @@ def _candidates(source: Source) -> Iterator[_Candidate]:
 
 
 def _nodes(node: ast.AST, scope: str) -> Iterator[tuple[ast.AST, str]]:
-    """The nodes that run, with the function they are in: no annotations, no parts of f-strings."""
+    """Executed nodes with the name of their function; without annotations and parts of f-strings."""
     if isinstance(node, Scope):
         scope = f"{scope}.{node.name}"
         if any("overload" in ast.dump(decorator) for decorator in node.decorator_list):
@@ -113,9 +112,9 @@ def _nodes(node: ast.AST, scope: str) -> Iterator[tuple[ast.AST, str]]:
 
 
 def combine(changes: Sequence[Change], sources: Mapping[str, str], seed: int) -> Iterator[Change]:
-    """Pairs, and now and then triples, each part of another function and operator, all of one split.
+    """Pairs and sometimes triples of changes, of different functions and operators within one split.
 
-    Files of their own first. Each change is used three times at most. The parts' ids are in `parts`.
+    Those of different files come first. Each change is used three times at most. `parts` has the parts' ids.
     """
     rng = Random(f"combinations/{seed}")
     order = list(changes)
@@ -152,7 +151,7 @@ def _fit(parts: Sequence[Change]) -> bool:
 
 
 def _merge(parts: Sequence[Change], sources: Mapping[str, str]) -> dict[str, str] | None:
-    """All the parts' edits of the project's own text; None where they touch or make no Python together."""
+    """Applies the edits of all parts to the project's text; None if they touch or give invalid Python."""
     files = dict[str, str]()
     for path in sorted({path for part in parts for path in part.files}):
         edits = [

@@ -1,4 +1,4 @@
-"""What a made task changes in a project, and what its tests then say.
+"""Data types of task generation: changes of a project, failing tests, leaks and quotas.
 
 plan_bugs, plan_deletions, plan_undone, combine     a project's text -> Change
 plan_smells                                         the same, of code that works
@@ -7,7 +7,7 @@ write_instruction                       -> text, or why there is none
 find_leaks                              the image's files -> Leak
 select                                  Verified -> Selection
 
-Why no task is made of a change is a text: a kind, a colon, the particulars.
+The reason why a change does not become a task is a text: a kind, a colon, details.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ Difficulty = Literal["easy", "medium", "hard"]
 
 Item = TypeVar("Item")
 OPERATOR_JOIN = " + "
-"""Between the operators of a combined change."""
+"""Joins the operators of a combined change."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Lines of a file, from 1, the last one included, and the function or class that they are in."""
+    """A range of lines of a file, counted from 1, the last one included, and its function or class."""
 
     path: str
     name: str
@@ -43,37 +43,37 @@ class Place:
 
     @property
     def lines(self) -> range:
-        """Their numbers."""
+        """The line numbers."""
         return range(self.first_line, self.last_line + 1)
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A broken, earlier or less tidy state of some files; the project's own text of them is the solution."""
+    """A broken, earlier or less tidy state of some files; the project's own text of these is the solution."""
 
     kind: ChangeKind
     operator: str
-    """What was done, such as `inverted condition`; of each part, joined by ` + `, where it is combined."""
+    """Name of the operator, such as `inverted condition`; those of combined parts are joined by ` + `."""
     files: Mapping[str, str]
-    """Path -> text in the task's workspace; an empty one is missing there."""
+    """Path -> text in the task's workspace; empty for a missing file."""
     places: tuple[Place, ...]
-    """Where the solution edits: lines of the project's *own* text, by which coverage knows them."""
+    """The places that the solution edits, in lines of the project's *own* text, as in coverage data."""
     removed_tests: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Test files as they stand in the workspace, without the tests that the change makes fail."""
+    """Path -> text of test files in the workspace, without the tests that the change makes fail."""
     parts: tuple[str, ...] = ()
     """Ids of the changes that it combines."""
     smell: str = ""
-    """Of code that works: the rule of ruff that finds something in the function of its only place."""
+    """For refactorings: the ruff rule that is violated in the function of the only place."""
     solution: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Path -> text, where the solution is not the project's own: then its own text has the smell."""
+    """Path -> text, if the solution is not the project's own text, which then has the smell."""
 
     def solved(self, sources: Mapping[str, str]) -> dict[str, str]:
-        """Path -> text of the solution, of all files that it edits. `sources`: the project's own texts."""
+        """Path -> text of the solution, for all files that it edits. `sources`: the project's own texts."""
         return {path: self.solution.get(path, sources[path]) for path in self.files}
 
     @property
     def id(self) -> str:
-        """16 hexadecimal digits of the digest of the files; the tests that are hidden follow from these."""
+        """16 hexadecimal digits of the digest of the files, which also determine the hidden tests."""
         digest = hashlib.sha256()
         for path, text in [*sorted(self.files.items()), *sorted(self.solution.items())]:
             digest.update(f"{len(path)}:{path}{len(text)}:{text}".encode("utf-8", "surrogateescape"))
@@ -101,29 +101,29 @@ class TestFailure:
     message: str
     """The exception as pytest shows it: kind and text, or the `assert` with the values it saw."""
     test_line: int = 0
-    """Line of the test in the traceback: the statement that failed; 0: not known."""
+    """Line of the failed statement of the test, from the traceback; 0: not known."""
     innermost: Place | None = None
     """The traceback's last frame in the project (tests included), in the workspace's lines."""
     file: str = ""
-    """File that the test is written in, where its class inherits it from another one."""
+    """File that defines the test, if its class inherits it from another file."""
     function: str = ""
-    """`__qualname__` of the function that it is; empty: not known."""
+    """`__qualname__` of the test function; empty: not known."""
     values: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Arguments of the test that are plain values -> as code."""
+    """Argument of the test with a plain value -> the value as code."""
     indices: Mapping[str, int] = field(default_factory=dict[str, int])
-    """Parametrized arguments -> which of their values."""
+    """Parametrized argument -> index of its value."""
     fixtures: Mapping[str, Sequence[Any]] = field(default_factory=dict[str, Sequence[Any]])
-    """Fixtures that the project defines -> file and first line of the definition."""
+    """Fixture that the project defines -> file and first line of the definition."""
 
     @property
     def path(self) -> str:
-        """The file that the test is written in."""
+        """The file that defines the test."""
         return self.file or self.test.partition("::")[0]
 
     @property
     def name(self) -> str:
-        """Qualified name of the function in that file, such as `TestB.test_c`; by its id where the function
-        is not known, or is another one's under this name."""
+        """Qualified name of the function in that file, such as `TestB.test_c`; derived from the test's id if
+        the function is not known or has another name."""
         name = self.test.partition("[")[0].partition("::")[2].replace("::", ".")
         is_own = self.function.rpartition(".")[2] == name.rpartition(".")[2]
         return self.function if is_own else name
@@ -131,14 +131,14 @@ class TestFailure:
 
 @dataclass(frozen=True, slots=True)
 class Leak:
-    """A part of the solution that the image holds."""
+    """A part of the solution that the image contains."""
 
     path: str
-    """Within the image; inside an archive `ARCHIVE!MEMBER`, a git object `.git!HASH`."""
+    """Path in the image; `ARCHIVE!MEMBER` inside an archive, `.git!HASH` for a git object."""
     how: str
     """`text`, `bytecode`, `importable copy`, `archive`, `git object` or `not read`."""
     found: str
-    """The run of tokens, or the module's path."""
+    """The token n-gram, or the module's path."""
 
 
 @dataclass(frozen=True)
@@ -153,11 +153,11 @@ class Verified:
     num_suspect_lines: int = 0
     """Coverage distance: lines of the project that every failing test runs."""
     names_every_call: bool = False
-    """Whether the instruction tells the call of each failing test."""
+    """Whether the instruction contains the call of each failing test."""
     passing: tuple[str, ...] = ()
-    """Tests that pass each time, with the change and without."""
+    """Tests that always pass, with the change and without."""
     difficulty: Difficulty = "easy"
-    """As selection finds it, beside the other tasks."""
+    """Relative to the other selected tasks."""
 
     @cached_property
     def names_edited_line(self) -> bool:
@@ -173,36 +173,36 @@ class Verified:
 
     @property
     def is_compound(self) -> bool:
-        """Whether it is of two files or two bugs."""
+        """Whether it has more than one file or more than one bug."""
         return len(self.change.files) > 1 or len(self.change.parts) > 1
 
 
 @dataclass(frozen=True, slots=True)
 class Quotas:
-    """What a set of tasks must be like. Shares are of the tasks kept."""
+    """Requirements for a set of tasks. Shares are of the tasks kept."""
 
     most_tasks: int = 1000
     most_per_function: int = 3
     most_per_operator: float = 0.15
     least_compound: float = 0.25
-    """Share with two files or two bugs."""
+    """Least share with several files or bugs."""
     most_named_lines: float = 0.30
-    """Share where the innermost frame of a failing test's traceback names an edited line."""
+    """Most share where the innermost frame of a failing test's traceback is on an edited line."""
 
 
-def in_turn(plans: Iterable[Iterable[Item]]) -> Iterator[Item]:
-    """One of each plan in turn, until all have ended. An iterator that is there twice has two turns."""
-    going = [iter(plan) for plan in plans]
-    while going:
-        for plan in list(going):
+def round_robin(plans: Iterable[Iterable[Item]]) -> Iterator[Item]:
+    """One item of each plan in turn, until all are exhausted. An iterator listed twice has two turns."""
+    active = [iter(plan) for plan in plans]
+    while active:
+        for plan in list(active):
             try:
                 yield next(plan)
             except StopIteration:
-                going.remove(plan)
+                active.remove(plan)
 
 
-def each_once(changes: Iterable[Change | None]) -> Iterator[Change]:
-    """The changes that there are, of the same files once."""
+def unique_changes(changes: Iterable[Change | None]) -> Iterator[Change]:
+    """The changes without None and without duplicates."""
     seen = set[str]()
     for change in changes:
         if change is not None and change.id not in seen:

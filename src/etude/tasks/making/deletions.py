@@ -1,5 +1,5 @@
-"""Deleted features: functions, classes and modules whose bodies are gone, or that are not there at all;
-and test files without the tests that a change makes fail: who reports a bug has no failing test."""
+"""Deleted features: functions, classes and modules with emptied bodies, or removed functions; and removal of
+the failing tests from test files, as a user who reports a bug has no failing test."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from random import Random
 
-from etude.tasks.making.changes import Change, TestFailure, each_once
+from etude.tasks.making.changes import Change, TestFailure, unique_changes
 from etude.tasks.making.source import (
     Edit,
     Function,
@@ -27,20 +27,20 @@ _NOTHING = "raise NotImplementedError"
 
 
 def plan_deletions(sources: Mapping[str, str], seed: int) -> Iterator[Change]:
-    """Every deletion of a project, in an order that the seed decides.
+    """Every deletion of a project, in random order by seed.
 
-    A function is emptied where its docstring stays to say what it does; removed where nothing else in
-    the project names it, so that all else still imports. A class or module loses all its bodies.
+    A function is emptied, and keeps its docstring as a specification; or removed if nothing else in the
+    project names it, so that everything still imports. In a class or module all bodies are emptied.
     """
     files = read_sources(sources)
     names = Counter(re.findall(r"\w+", "\n".join(source.text for source in files)))
     planned = [found for source in files for found in _deletions(source, names)]
     Random(f"deletions/{seed}").shuffle(planned)
-    yield from each_once(_delete(*one) for one in planned)
+    yield from unique_changes(_delete(*one) for one in planned)
 
 
 def _delete(operator: str, source: Source, edits: list[Edit]) -> Change | None:
-    """None where what is left is no Python."""
+    """The change; None if it leaves invalid Python."""
     text = apply_edits(source.text, edits)
     change = Change("deleted_feature", operator, {source.path: text}, (source.place(edits),))
     return change if read_tree(text) is not None else None
@@ -68,7 +68,7 @@ def _deletions(source: Source, names: Counter[str]) -> Iterator[tuple[str, Sourc
 
 
 def _empty(source: Source, node: ast.AST) -> list[Edit]:
-    """The edit that leaves a function its docstring alone; none for stubs, small ones and inner ones."""
+    """The edit that leaves only a function's docstring; none for stubs, small and nested functions."""
     if not isinstance(node, Function) or any(isinstance(one, Function) for one in source.ancestors(node)):
         return []
     body = node.body[has_docstring(node) :]
@@ -82,11 +82,10 @@ def _empty(source: Source, node: ast.AST) -> list[Edit]:
 
 
 def hide_tests(tests: Mapping[str, str], failures: Sequence[TestFailure]) -> dict[str, str] | None:
-    """Path -> text of the test files that lose a failing test; imports and all else stay.
+    """Path -> text of the test files after removal of the failing tests; everything else stays.
 
-    A test is removed where it is written, with all its parameters, so also for every class that inherits it;
-    tests of the same name in other classes stay.
-    None where one is not found, or no file would be left whole.
+    A test is removed where it is defined, with all its parameters, and so for every class that inherits it;
+    tests of the same name in other classes stay. None if one is not found or cannot be removed.
     """
     hidden: dict[str, str] = {}
     names: dict[str, set[str]] = {}

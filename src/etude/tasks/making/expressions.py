@@ -1,4 +1,4 @@
-"""Bugs within an expression: conditions, operators, boundaries, constants, arguments, names."""
+"""Mutation operators within expressions: conditions, operators, boundaries, constants, arguments, names."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from etude.tasks.making.source import Edit, Function, Source, has_docstring
 
 Planted = Iterator[tuple[str, Sequence[Edit | None]]]
-"""What was done, such as `inverted condition`, and the edits that do it; None among them where one cannot be
-made, and nothing comes of them."""
+"""The operator, such as `inverted condition`, and its edits; None among them if one is impossible, in which
+case the mutation is dropped."""
 Others = Mapping[type[ast.AST], tuple[str, str]]
-"""Operator -> its text, and that of another one."""
+"""Operator -> its text, and that of its replacement."""
 
 INVERTED: Others = {
     ast.Eq: ("==", "!="),
@@ -49,7 +49,7 @@ _SIMPLE = ast.Name | ast.Constant | ast.Attribute | ast.Subscript
 
 
 def _between(source: Source, left: ast.expr, right: ast.expr, old: str, new: str) -> Edit | None:
-    """Replaces an operator where it stands between two operands; None where a comment holds its text too."""
+    """Replaces the operator between two operands; None if there is a comment between them."""
     start, end = source.end(left), source.start(right)
     between = source.text[start:end]
     found = re.search(".*?".join(map(re.escape, old.split())), between, re.DOTALL)
@@ -59,7 +59,7 @@ def _between(source: Source, left: ast.expr, right: ast.expr, old: str, new: str
 
 
 def _change_comparison(source: Source, node: ast.AST, others: Others, what: str) -> Planted:
-    """Replaces the operators of a comparison that have another one."""
+    """Replaces the operators of a comparison by those in `others`."""
     if isinstance(node, ast.Compare):
         operands = [node.left, *node.comparators]
         for operator, left, right in zip(node.ops, operands, operands[1:], strict=False):
@@ -131,7 +131,7 @@ def change_logic(source: Source, node: ast.AST) -> Planted:
 
 
 def _outer_end(source: Source, node: ast.expr) -> int:
-    """Past the parentheses that close after a node, where they open before it on the way back."""
+    """The end of a node including its enclosing parentheses."""
     start, end = source.start(node), source.end(node)
     while source.text[end : end + 1] == ")" and source.text[start - 1 : start] == "(":
         start, end = start - 1, end + 1
@@ -139,7 +139,7 @@ def _outer_end(source: Source, node: ast.expr) -> int:
 
 
 def change_constant(source: Source, node: ast.AST) -> Planted:
-    """True becomes False, a number its neighbour, a short mark nothing."""
+    """True becomes False, a number its successor, short punctuation an empty text."""
     others = ast.Expr | ast.JoinedStr | ast.Slice | ast.Subscript | ast.UnaryOp | ast.arguments
     if not isinstance(node, ast.Constant) or isinstance(source.parents.get(node), others):
         return  # boundaries and defaults are operators of their own
@@ -157,7 +157,7 @@ def change_constant(source: Source, node: ast.AST) -> Planted:
 
 
 def change_arguments(source: Source, node: ast.AST) -> Planted:
-    """Two arguments change places, or a keyword is left out."""
+    """Two arguments are swapped, or a keyword argument is dropped."""
     if not isinstance(node, ast.Call):
         return
     for first, second in zip(node.args, node.args[1:], strict=False):
@@ -181,7 +181,7 @@ def _swap(source: Source, first: ast.expr, second: ast.expr) -> list[Edit]:
 
 
 def swap_elements(source: Source, node: ast.AST) -> Planted:
-    """A returned or assigned pair changes its order."""
+    """A returned or assigned pair is swapped."""
     if isinstance(node, ast.Tuple) and len(node.elts) == 2 and isinstance(node.ctx, ast.Load):
         first, second = node.elts
         parent = source.parents.get(node)
@@ -192,7 +192,7 @@ def swap_elements(source: Source, node: ast.AST) -> Planted:
 
 
 def change_name(source: Source, node: ast.AST) -> Planted:
-    """A method or builtin becomes its opposite, a method of one's own becomes its sibling."""
+    """A method or builtin becomes its opposite, a method of `self` another one of the same class."""
     if not isinstance(node, ast.Call):
         return
     func = node.func
@@ -207,7 +207,7 @@ def change_name(source: Source, node: ast.AST) -> Planted:
 
 
 def _siblings(source: Source, node: ast.AST, name: str) -> list[str]:
-    """Methods of the same class that take as many arguments as the named one."""
+    """Up to two methods of the same class with as many arguments as the named one."""
     scope = next((one for one in source.ancestors(node) if isinstance(one, ast.ClassDef)), None)
     methods = {entry.name: entry for entry in scope.body if isinstance(entry, Function)} if scope else {}
     if name not in methods:

@@ -1,4 +1,4 @@
-"""What a user would write who met a made bug: its symptom in one or two sentences, and no word of its fix."""
+"""Writes a task's instruction as a user would: the bug's symptom in one or two sentences, without its fix."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from etude.tasks.making.symptoms import Call, Symptom, find_calls, find_symptom
 from etude.tasks.making.tokens import changed_text, code_tokens, runs
 
 RUN_LENGTH = 5
-"""No run of so many code tokens of the reference's difference stands in an instruction."""
+"""An instruction must not contain so many consecutive code tokens of the reference's difference."""
 _MOST_SYMPTOMS = 3
 _MOST_READ = 50
-"""Failing tests of which symptoms are described."""
+"""Most failing tests that are searched for symptoms."""
 _MOST_NEEDED = 6
 _MOST_TEXT = 160
 _TEMPLATES = {
@@ -77,17 +77,17 @@ _DELETED = (
     "Implement {it}: {what} missing so far.",
     "{what} still to be written. Please add {it}.",
 )
-_Gone = tuple[str, str, str | None]
-"""Qualified name, docstring's first paragraph, and the parameters where the whole function is gone."""
+_Deletion = tuple[str, str, str | None]
+"""Qualified name, docstring's first paragraph, and the parameters if the whole function was removed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """What the agent reads."""
+    """A task's instruction to the agent."""
 
     text: str
     names_every_call: bool = False
-    """Whether it tells the call of each failing test, so that answers to these calls alone earn 1."""
+    """Whether it contains the call of each failing test, so that special-casing these calls earns 1."""
 
 
 def write_instruction(
@@ -98,11 +98,11 @@ def write_instruction(
     seed: int,
     groups: Sequence[Collection[str]] = (),
 ) -> Instruction | str:
-    """The instruction of a task, the same for the same seed; or why none can be honest.
+    """The instruction of a task, deterministic by seed; or the reason why none can specify the task.
 
-    `sources` are the project's own files, `tests` the hidden ones, path to text. `groups` are the ids of
-    the tests that each part of a combined change fails by itself: each part gets a symptom of its own. The
-    call of at least one failing test is left out, if there is another one that is not.
+    `sources`: the project's own files, `tests`: the hidden ones, path -> text. `groups`: for each part of a
+    combined change the ids of the tests that it fails by itself; each part gets a symptom of its own. The
+    call of at least one failing test is left out, if another one can be given.
     """
     reference = _reference_runs(change, sources)
     if change.smell:
@@ -114,19 +114,19 @@ def write_instruction(
         return f"underspecified: tests use the private name {private[0]}"
     if len(needed) > _MOST_NEEDED or any(len(text) > _MOST_TEXT for text in needed):
         return f"underspecified: tests need {len(needed)} names and texts that the workspace lacks"
-    gone = _find_gone(change, sources)
+    gone = _find_deletions(change, sources)
     if isinstance(gone, str):
         return gone
-    deleted, is_past = _describe_gone(gone, rng) if gone else "", change.kind == "past_change"
+    deleted, is_past = _describe_deletions(gone, rng) if gone else "", change.kind == "past_change"
     sentences = [deleted] if deleted else []
-    described = _Described(failures, tests, reference, rng)
+    writer = _SymptomWriter(failures, tests, reference, rng)
     for group in [*groups] or [[failure.test for failure in failures]]:
         mine = [failure for failure in failures if failure.test in group]
         most = 1 if groups or (deleted and not is_past) else max(_MOST_SYMPTOMS, len(change.places))
-        said = described.tell(mine, sentences, most, not deleted)
-        if not said and not deleted:
+        written = writer.describe(mine, sentences, most, not deleted)
+        if not written and not deleted:
             return "underspecified: no failing test shows a symptom that may be described"
-        sentences += said
+        sentences += written
     text = rng.choice(_OPENINGS) + " ".join(sentences)
     missing = [entry for entry in needed if entry not in text]
     names, wordings = [e for e in missing if e.isidentifier()], [e for e in missing if not e.isidentifier()]
@@ -135,7 +135,7 @@ def write_instruction(
     if wordings:
         text += f" Wording: {', '.join(f'`{wording}`' for wording in wordings)}."
     text = re.sub(r"```\n +", "```\n\n", text + rng.choice(_CLOSINGS))
-    return _check_text(Instruction(text, described.is_whole()), reference)
+    return _check_text(Instruction(text, writer.names_every_call()), reference)
 
 
 def _check_text(instruction: Instruction, reference: set[tuple[str, ...]]) -> Instruction | str:
@@ -145,15 +145,15 @@ def _check_text(instruction: Instruction, reference: set[tuple[str, ...]]) -> In
 
 
 def find_refusal(change: Change, sources: Mapping[str, str]) -> str | None:
-    """Why no instruction is written for a change, whatever its tests say; None if that is not known yet."""
-    found = _find_gone(change, sources)
+    """Why no instruction can be written for a change, whatever its tests; None if that is not known yet."""
+    found = _find_deletions(change, sources)
     return found if isinstance(found, str) else None
 
 
 def find_needed(
     change: Change, sources: Mapping[str, str], tests: Mapping[str, str], failures: Sequence[TestFailure]
 ) -> list[str]:
-    """Names and texts of the reference's difference that failing tests use and the workspace lacks."""
+    """Names and strings of the reference's difference that failing tests use and the workspace lacks."""
     workspace = "\n".join({**sources, **change.files}.values())
     names = set(re.findall(r"\w+", workspace)) | {*dir(builtins), *keyword.kwlist}
     used = "\n".join(_failing_parts(tests, failures))
@@ -175,7 +175,7 @@ def find_needed(
 
 
 def _failing_parts(tests: Mapping[str, str], failures: Sequence[TestFailure]) -> list[str]:
-    """The text of the failing test functions, with the names that their files import."""
+    """The source of the failing test functions and of the imports of their files."""
     parts = list[str]()
     for path in dict.fromkeys(failure.path for failure in failures):
         text = tests.get(path, "")
@@ -190,7 +190,7 @@ def _failing_parts(tests: Mapping[str, str], failures: Sequence[TestFailure]) ->
 
 
 def _segment(lines: Sequence[bytes], node: ast.stmt) -> str:
-    """The text of a statement. `ast.get_source_segment` cuts the whole file into lines for each."""
+    """The text of a statement. `ast.get_source_segment` would split the whole file each time."""
     assert node.end_lineno is not None
     found = list(lines[node.lineno - 1 : node.end_lineno])
     found[-1] = found[-1][: node.end_col_offset]
@@ -207,12 +207,12 @@ def _reference_runs(change: Change, sources: Mapping[str, str]) -> set[tuple[str
 
 
 def _plain_tokens(text: str) -> list[str]:
-    """Tokens without the marks that prose puts around code."""
+    """Tokens without backticks and punctuation, as prose puts around code."""
     return [token for token in code_tokens(text.replace("`", " ")) if token not in ",.:;"]
 
 
-class _Described:
-    """The calls of failing tests that an instruction tells."""
+class _SymptomWriter:
+    """Writes sentences on failing tests, and records which of their calls an instruction contains."""
 
     def __init__(
         self,
@@ -227,48 +227,48 @@ class _Described:
         self._symptoms: dict[str, Symptom | None] = {}
 
     def _find(self, failure: TestFailure) -> Symptom | None:
-        """Its symptom, which is looked for once."""
+        """The failure's symptom, cached."""
         if failure.test not in self._symptoms:
             self._symptoms[failure.test] = find_symptom(failure, self._tests)
         return self._symptoms[failure.test]
 
-    def is_whole(self, calls: frozenset[Call] = frozenset()) -> bool:
-        """Whether every failing test fails by one of the calls; one without a symptom does not."""
+    def names_every_call(self, calls: frozenset[Call] = frozenset()) -> bool:
+        """Whether these and the recorded calls include those of every failing test. A test without a symptom
+        has none."""
         calls |= self._calls
         found = map(self._find, self._failures)
         return all(symptom is not None and find_calls(symptom) <= calls for symptom in found)
 
-    def tell(
-        self, failures: Sequence[TestFailure], earlier: Sequence[str], most: int, must_tell: bool
+    def describe(
+        self, failures: Sequence[TestFailure], earlier: Sequence[str], most: int, must_describe: bool
     ) -> list[str]:
-        """Sentences on up to `most` failures, of differing calls first; what they call counts as named from
-        then on. What names the last call that is not named yet is left out, unless there must be a sentence
-        and is no other."""
+        """Sentences on up to `most` failures with different subjects, whose calls are recorded. A sentence
+        with the last unrecorded call is left out, unless it is the only one and `must_describe`."""
         found, last = dict[str, str](), dict[str, frozenset[Call]]()
         order = sorted(failures, key=lambda failure: (len(failure.message), failure.test))
         for failure in order[:_MOST_READ]:
             symptom = self._find(failure)
             if symptom is None or symptom.subject in found:
                 continue
-            sentence = _say(symptom, self._rng)
+            sentence = _write_sentence(symptom, self._rng)
             shared = self._reference & set(runs(_plain_tokens(sentence), RUN_LENGTH))
             if shared or sentence in earlier or re.search(r"`_\w|\b_[a-z]\w+|\._\w", sentence) is not None:
                 continue
             calls = find_calls(symptom)
-            if self.is_whole(calls):
+            if self.names_every_call(calls):
                 last.setdefault(sentence, calls)
                 continue
             found[symptom.subject], self._calls = sentence, self._calls | calls
             if len(found) == most:
                 break
-        if must_tell and not found and last:
+        if must_describe and not found and last:
             sentence, calls = next(iter(last.items()))
             self._calls |= calls
             return [sentence]
         return list(found.values())
 
 
-def _say(symptom: Symptom, rng: Random) -> str:
+def _write_sentence(symptom: Symptom, rng: Random) -> str:
     values = {"call": symptom.call, "seen": symptom.seen, "wanted": symptom.wanted}
     if symptom.is_statement:
         code = "\n".join(filter(None, [symptom.script, symptom.call]))
@@ -279,15 +279,15 @@ def _say(symptom: Symptom, rng: Random) -> str:
     return f"{rng.choice(_AFTER)}\n\n```python\n{symptom.script}\n```\n\n{sentence}"
 
 
-def _find_gone(change: Change, sources: Mapping[str, str]) -> list[_Gone] | str:
-    """What an instruction may say is gone; or why nothing says what it has to do."""
+def _find_deletions(change: Change, sources: Mapping[str, str]) -> list[_Deletion] | str:
+    """The deletions that an instruction may mention; or why they are not specified."""
     if change.kind not in ("deleted_feature", "past_change"):
         return []
     gone = [found for path, text in change.files.items() for found in _deleted(text, sources[path])]
     public = [entry for entry in gone if not re.search(r"(^|\.)_[^_]", entry[0])]
     special = [name for name, _, _ in public if name.endswith("__")]
     if change.kind == "past_change":
-        return [one for one in public if one[1] and one[2] is not None and one[0] not in special]
+        return [entry for entry in public if entry[1] and entry[2] is not None and entry[0] not in special]
     if not gone:
         return "underspecified: no function is gone"
     if len(special) == len(public):
@@ -297,8 +297,8 @@ def _find_gone(change: Change, sources: Mapping[str, str]) -> list[_Gone] | str:
     return public
 
 
-def _describe_gone(gone: Sequence[_Gone], rng: Random) -> str:
-    """Names it, with what its docstrings say."""
+def _describe_deletions(gone: Sequence[_Deletion], rng: Random) -> str:
+    """A text with the deleted names and their docstrings."""
     names = [f"`{name}`" for name, _, _ in gone]
     listed = names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
     what, it = (f"{listed} is", "it") if len(names) == 1 else (f"{listed} are", "them")
@@ -308,9 +308,9 @@ def _describe_gone(gone: Sequence[_Gone], rng: Random) -> str:
     return text
 
 
-def _deleted(broken: str, own: str) -> list[_Gone]:
+def _deleted(broken: str, own: str) -> list[_Deletion]:
     now, was = _functions(read_tree(broken)), _functions(read_tree(own))
-    found = list[_Gone]()
+    found = list[_Deletion]()
     for name, node in was.items():
         doc = " ".join((ast.get_docstring(node) or "").split("\n\n")[0].split())
         if name not in now:

@@ -1,8 +1,8 @@
-"""Where what an agent finds in its sandbox holds a part of the solution: its workspace, or its image.
+"""Finds parts of a solution in the files that an agent can read: its workspace and its image.
 
-reference - workspace = runs of 8 tokens that only the solution has
+reference - workspace = n-grams (runs) of 8 tokens that only the solution has
 every file of a layer, once for all tasks, or of a task's workspace
-    ──> texts (archives and git objects unpacked) ──> which of the runs it holds
+    ──> texts (archives and git objects unpacked) ──> the runs that it contains
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from etude.tasks.making.tokens import changed_lines, code_tokens, runs
 
 RUN_LENGTH = 8
 MOST_BYTES = 64 << 20
-"""Of one file or member of an archive, unpacked."""
+"""Most bytes of one file or archive member, unpacked."""
 _MOST_TOTAL = 512 << 20
-"""Of one archive's members together."""
+"""Most bytes of all members of one archive."""
 _MOST_MEMBERS = 20_000
 _MOST_DEPTH = 3
 _LOOSE_OBJECT = re.compile(r"(^|/)objects/[0-9a-f]{2}/[0-9a-f]{38,62}$")
@@ -39,63 +39,63 @@ _DEFINED = re.compile(r"^(?:(?:async )?def|class) (\w+)", re.MULTILINE)
 _MEDIA = re.compile(r"\.(so[.\d]*|a|o|pt|bin|safetensors|png|jpe?g|gif|woff2?|ttf|mo)$")
 _ZIP, _COMPRESSED = b"PK\x03\x04", (b"\x1f\x8b", b"BZh", b"\xfd7zXZ\x00")
 _HEAD_BYTES = 4096
-"""In which what is no text has a zero."""
+"""A file with a zero byte in this prefix is not text."""
 _DAMAGED = (OSError, EOFError, zlib.error, lzma.LZMAError, zipfile.BadZipFile, tarfile.TarError, ValueError)
 _ERRORS = (*_DAMAGED, RuntimeError, NotImplementedError, KeyError)
 
 Contents = Iterator[tuple[str, str, bytes | None]]
-"""Name, how it is held, and the bytes; None where they are too many or damaged."""
+"""Name, kind of container, and the bytes; None if they are too many or damaged."""
 
-_OF_OTHERS = (
+_FOREIGN = (
     *("etc", "lib*", "usr/bin", "usr/include", "usr/lib*", "usr/sbin", "usr/share"),
     *("usr/local/lib/python*", "opt/*/lib/python*"),
 )
 """Directories of a layer with system packages, the interpreter's library, and distributions."""
 _Run = tuple[str, ...]
 _Words = Mapping[bytes, Collection[tuple[bytes, ...]]]
-"""The longest word of each run -> its others, the longest first: a file without all of them, for every run,
-holds none."""
+"""Longest word of a run -> the run's other words, longest first: a file that lacks a word of every run
+contains none of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Hunk:
     change: Change
     runs: frozenset[_Run]
-    """Those that the change's workspace lacks."""
+    """Runs that the change's workspace lacks."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """What of some solutions is looked for."""
+    """Search data for the solutions of some changes."""
 
     by_run: Mapping[_Run, Sequence[_Hunk]]
     words: _Words
     words_of_hunks: _Words
-    """Those of each whole hunk."""
+    """Words of each whole hunk."""
     modules: Mapping[str, Sequence[tuple[str, Change, Collection[bytes]]]]
-    """File name without its ending -> paths of modules below their source folder, and names in them."""
+    """File name without its suffix -> (module path, change, names defined in the module)."""
 
 
 def scan_layers(
     layers: Sequence[Path], changes: Sequence[Change], files: Mapping[str, bytes]
 ) -> dict[str, str]:
-    """Why tasks of one project are given away by an image: id of the change -> reason.
+    """Leaks of solutions in an image: id of the change -> reason.
 
-    `files`: the project's own. Each layer is read by itself: what a later one removes counts too. Raises
-    OSError.
+    `files`: the project's own. Each layer is scanned by itself, so files that a later one removes count too.
+    Raises OSError.
     """
     reasons: dict[str, str] = {}
     sources = _read_texts(files)
     for layer in layers:
-        foreign = [path.relative_to(layer).as_posix() for one in _OF_OTHERS for path in layer.glob(one)]
+        foreign = [path.relative_to(layer).as_posix() for glob in _FOREIGN for path in layer.glob(glob)]
         for change, leaks in find_leaks(layer, changes, sources, foreign).items():
             reasons.setdefault(change, _describe(leaks, "the image"))
     return reasons
 
 
 def scan_workspace(workspace: Path, verified: Verified, files: Mapping[str, bytes]) -> str | None:
-    """Why a task is given away by its own workspace, which lies at this path and holds `files`; None if it is
-    not."""
+    """The leak of a task's solution in its own workspace, which has this path and contains `files`; None
+    without one."""
     sources = _read_texts(files) | dict(verified.reference)
     leaks = find_leaks(workspace, [verified.change], sources).get(verified.change.id)
     return _describe(leaks, "the workspace") if leaks else None
@@ -116,12 +116,12 @@ def find_leaks(
 ) -> dict[str, list[Leak]]:
     """For each change, by id, the files under `root` that give its solution away; one walk for all.
 
-    `sources` are the project's own texts of every file of the workspace: what the workspace holds
-    elsewhere is no leak. An image without the workspace is scanned for all changes at once, a workspace
-    for its own. `foreign` are paths below `root` of what is known to be of others (the system's packages, the
-    interpreter's library, other distributions): there only a whole hunk counts, for single runs occur by
-    chance. Copies of the project's own modules count everywhere. A text or an archive that is too large or
-    damaged to be read counts as a leak of every change. Symbolic links are not followed.
+    `sources`: the project's own texts of every file of the workspace; runs that its other files contain are
+    no leaks. An image without the workspace is scanned for all changes at once, a workspace only for its own.
+    `foreign`: paths below `root` of third-party files (the system's packages, the interpreter's library,
+    other distributions), in which only a whole hunk counts, as single runs occur by chance. Copies of the
+    project's own modules count everywhere. A text or archive that is too large or damaged to be read counts
+    as a leak of every change. Symbolic links are not followed.
     """
     wanted = _find_wanted(changes, sources)
     leaks: dict[str, list[Leak]] = {}
@@ -159,7 +159,7 @@ def _find_wanted(changes: Sequence[Change], sources: Mapping[str, str]) -> _Want
             by_run.setdefault(run, []).append(hunk)
     modules: dict[str, list[tuple[str, Change, Collection[bytes]]]] = {}
     for change in changes:
-        # Of the functions that are changed, else of what a module defines: one of them a copy of it holds.
+        # Names of the changed functions, else of all definitions: a copy of the module contains one of them.
         names = {place.name.rpartition(".")[2] for place in change.places} - {""}
         for path, text in change.files.items():
             held = [one.encode() for one in names or _DEFINED.findall(text)]
@@ -178,7 +178,7 @@ def _find_words(every: Iterable[_Run]) -> _Words:
 
 
 def _may_hold(data: bytes, words: _Words) -> bool:
-    """Whether a file has all words of some run, in whatever order: a look before it is cut into tokens."""
+    """Whether a file has all words of some run, in any order: a cheap test before it is tokenised."""
     return any(
         first in data and any(all(word in data for word in others) for others in more)
         for first, more in words.items()
@@ -186,7 +186,7 @@ def _may_hold(data: bytes, words: _Words) -> bool:
 
 
 def _hunks_of(change: Change, sources: Mapping[str, str]) -> Iterator[set[_Run]]:
-    """Per difference, the reference's runs that touch it and that the broken files lack."""
+    """For each hunk, the reference's runs that touch it and that the broken files lack."""
     held = {run for text in change.files.values() for run in runs(code_tokens(text), RUN_LENGTH)}
     for path, broken in change.files.items():
         lines = sources[path].split("\n")
@@ -233,7 +233,7 @@ def _find_text(
 
 
 def _is_copy(name: str, module: str, data: bytes, names: Collection[bytes]) -> bool:
-    """Whether a file is the module, compiled or not: by its path, and by the functions that it holds."""
+    """Whether a file is the module, compiled or not, by its path and the functions in it."""
     path, own = PurePosixPath(name.rpartition("!")[2]), PurePosixPath(module)
     is_top = len(own.parts) < 2 or (len(own.parts) == 2 and own.parts[0] in ("src", "lib", "python"))
     stem, folder = own.stem, "" if is_top else own.parent.name
@@ -248,8 +248,8 @@ def _is_copy(name: str, module: str, data: bytes, names: Collection[bytes]) -> b
 
 
 def read_contents(path: Path, name: str) -> Contents:
-    """The file at `path`, called `name`; archives and git objects unpacked. A file that cannot be opened
-    by its mode or is gone has none."""
+    """The contents of the file at `path`, called `name`, with archives and git objects unpacked; None for a
+    file that cannot be opened."""
     try:
         with path.open("rb") as file:
             if path.stat().st_size > MOST_BYTES:
@@ -264,7 +264,7 @@ def read_contents(path: Path, name: str) -> Contents:
 
 
 def _is_program(head: bytes) -> bool:
-    """Whether a file that begins so is neither text nor an archive: nothing of it is looked at."""
+    """Whether a file with this beginning is neither text nor an archive, and need not be read."""
     is_archive = head.startswith((_ZIP, *_COMPRESSED, b"PACK")) or head[257:262] == b"ustar"
     return b"\0" in head and not is_archive
 

@@ -1,11 +1,11 @@
-"""A test method as a function: what it uses of its class becomes names of its own.
+"""Converts a test method into a plain function: attributes of its class become local names.
 
     class attribute         ──> assignment      ┐
     helper method           ──> function        ├─ before the test's own statements
     setUp                   ──> its statements  ┘
     self.box, self._make()  ──> box, make()
 
-Attributes that no class of the file defines stay as they are, and so does what reads them.
+Attributes that no class of the file defines are left unchanged.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ _SETUPS = ("setUp", "setup_method")
 
 
 def flatten_method(tree: ast.Module, method: ast.FunctionDef) -> tuple[list[ast.stmt], ast.FunctionDef]:
-    """(what runs before a test function's own statements, the function without uses of `self` that its class
-    explains). Lines are those of the file. A function of no class is returned as it is."""
+    """(statements that run before a test function's own, the function with resolvable uses of `self`
+    replaced). Line numbers are those of the file. A function outside of a class is returned unchanged."""
     owner = next(
         (one for one in ast.walk(tree) if isinstance(one, ast.ClassDef) and method in one.body), None
     )
@@ -39,7 +39,7 @@ def flatten_method(tree: ast.Module, method: ast.FunctionDef) -> tuple[list[ast.
 
 
 class _Members:
-    """What a class has, by its own body and those of its bases in the file."""
+    """The attributes and methods of a class, from its body and its bases in the file."""
 
     def __init__(self, tree: ast.Module, owner: ast.ClassDef) -> None:
         classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
@@ -54,7 +54,7 @@ class _Members:
 
     @property
     def setup(self) -> list[ast.stmt]:
-        """Statements that run before each test; without what bases elsewhere do."""
+        """Statements that run before each test, without those of bases in other files."""
         bodies = (self.methods[name].body for name in _SETUPS if name in self.methods)
         return [node for body in bodies for node in body if "super()" not in ast.unparse(node)]
 
@@ -70,10 +70,10 @@ class _Members:
 
 
 class _Flattening(ast.NodeTransformer):
-    """`self.name` -> `name`, where that is known and free; what it stands for is gathered in `bindings`."""
+    """Replaces `self.name` by `name` if that is defined and unused; collects definitions in `bindings`."""
 
     def __init__(self, members: _Members, self_name: str, taken: set[str], is_helper: bool = False) -> None:
-        """`is_helper`: a name that it bound would be one of its own, so attributes that it binds stay."""
+        """`is_helper`: attributes that it binds stay, as it would bind a local name of its own instead."""
         self.bindings: list[ast.stmt] = []
         self._members, self._self, self._taken = members, self_name, taken
         self._is_helper = is_helper
@@ -88,7 +88,7 @@ class _Flattening(ast.NodeTransformer):
         return ast.copy_location(ast.Name(name, node.ctx), node) if name else node
 
     def _bind(self, attribute: str) -> str:
-        """The name that an attribute gets; empty if it is not known what it is, or the name is taken."""
+        """The name for an attribute; empty if its definition is not known or the name is taken."""
         members, name = self._members, attribute.strip("_")
         method, value = members.methods.get(attribute), members.values.get(attribute)
         if not name or name in self._taken or name.startswith("test"):
@@ -113,8 +113,7 @@ class _Flattening(ast.NodeTransformer):
 
 
 def _is_plain(method: ast.FunctionDef | None) -> bool:
-    """Whether it is a method of the instance, or a static one, without a name of its own for what it also has
-    as an attribute."""
+    """Whether it is an instance or static method in which no local name equals an attribute that it uses."""
     if method is None:
         return False
     inner = list(ast.walk(method))

@@ -1,9 +1,9 @@
-"""Refactorings: code that works and is to be written otherwise. Its tests pass before and after.
+"""Refactoring tasks: working code with a smell that ruff reports. Its tests pass before and after.
 
-planted smell    clean code, changed so that ruff finds something and nothing behaves otherwise
-found smell      of the project itself, with ruff's own safe fix for a solution
+planted smell    clean code, changed so that ruff reports a smell and the behaviour is the same
+found smell      a smell of the project itself, with ruff's own safe fix as the solution
 
-`etude.tasks.making.structure_inside` says whether a smell is gone.
+`etude.tasks.making.structure_inside` checks whether a smell was removed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from random import Random
 from typing import Any
 
-from etude.tasks.making.changes import Change, in_turn
+from etude.tasks.making.changes import Change, round_robin
 from etude.tasks.making.source import Edit, Function, Source, apply_edits, blocks, read_sources
 from etude.tasks.making.structure_inside import JUMPS, count_smells, find_fault, survey
 
@@ -27,7 +27,7 @@ SMELLS = {
     "SIM102": ("nested ifs", "an `if` with nothing but another `if` in it"),
     "PLR5501": ("if in an else", "an `else` with nothing but an `if` in it"),
 }
-"""Rule of ruff -> what was done, as operators of changes are called, and what a user sees."""
+"""Rule of ruff -> name of the operator, and description for the user."""
 _ASKING = (
     "{code} in {path}, `{scope}`: {what}.",
     "`{scope}` in {path} has {what} ({code}).",
@@ -40,20 +40,20 @@ _TERMS = (
     " Fix it without changing what it does. No noqa, and nothing new of {codes}.",
 )
 _MOST_LINES = 30
-"""Of code that is indented."""
+"""Most lines of code that are indented."""
 _Planted = Iterator[tuple[str, Edit]]
-"""Code of the smell, and the edit that makes it."""
+"""The rule's code, and the edit that plants the smell."""
 
 
 def write_request(change: Change, seed: int) -> str:
-    """What a user would ask for, the same for the same seed."""
+    """The instruction as a user would write it, deterministic by seed."""
     rng, place = Random(f"refactoring/{seed}/{change.id}"), change.places[0]
     words = {"code": change.smell, "what": SMELLS[change.smell][1], "codes": ", ".join(sorted(SMELLS))}
     return (rng.choice(_ASKING) + rng.choice(_TERMS)).format(**words, path=place.path, scope=place.name)
 
 
 def write_check(change: Change, modules: Mapping[str, bytes], patterns: Sequence[str]) -> dict[str, Any]:
-    """What `structure_inside` reads, by the workspace's modules, which `patterns` find."""
+    """The request for `structure_inside`, for the workspace's modules, which match `patterns`."""
     path, scope = change.places[0].path, change.places[0].name
     limits = count_smells(modules)
     limits[change.smell] -= survey(modules[path])[0][change.smell, scope]
@@ -62,7 +62,7 @@ def write_check(change: Change, modules: Mapping[str, bytes], patterns: Sequence
 
 
 def is_removed(change: Change, sources: Mapping[str, str]) -> bool:
-    """Whether the solution lacks the smell, and the workspace has it."""
+    """Whether the workspace has the smell and the solution does not."""
     before = {path: text.encode() for path, text in change.files.items()}
     after = {path: text.encode() for path, text in change.solved(sources).items()}
     check = write_check(change, before, ())
@@ -70,7 +70,7 @@ def is_removed(change: Change, sources: Mapping[str, str]) -> bool:
 
 
 def plan_smells(sources: Mapping[str, str], seed: int) -> Iterator[Change]:
-    """Smells planted in clean code, one of each code in turn. What they leave behaves as before."""
+    """Plants smells in clean code without changing its behaviour, round-robin over the rules."""
     by_code: dict[str, list[tuple[str, Source, Edit]]] = {}
     for source in read_sources(sources):
         for function in source.scopes:
@@ -79,7 +79,7 @@ def plan_smells(sources: Mapping[str, str], seed: int) -> Iterator[Change]:
     rng = Random(f"smells/{seed}")
     for code in sorted(by_code):
         rng.shuffle(by_code[code])
-    for code, source, edit in in_turn(by_code[code] for code in sorted(by_code)):
+    for code, source, edit in round_robin(by_code[code] for code in sorted(by_code)):
         text, place = apply_edits(source.text, [edit]), source.place([edit])
         change = Change("planted_smell", SMELLS[code][0], {source.path: text}, (place,), smell=code)
         if is_removed(change, sources):
@@ -114,7 +114,7 @@ def _split_condition(source: Source, statement: ast.If) -> _Planted:
 
 
 def _add_else(source: Source, statement: ast.If, following: Sequence[ast.stmt]) -> _Planted:
-    """What follows a branch that jumps away is put into an else."""
+    """Statements after a branch that always jumps are moved into an else."""
     code, whole = JUMPS.get(type(statement.body[-1])), source.own_lines(statement, statement)
     if code is None or statement.orelse or not following or whole is None:
         return
@@ -137,7 +137,7 @@ def _split_elif(source: Source, statement: ast.If) -> _Planted:
 
 
 def _name_result(source: Source, statement: ast.Return, function: Function) -> _Planted:
-    """A result is given a name before it is returned."""
+    """A result is assigned to a name before it is returned."""
     span, words = source.own_lines(statement, statement), source.segment(function)
     name = next((one for one in ("result", "value", "found") if not re.search(rf"\b{one}\b", words)), "")
     is_plain = isinstance(statement.value, ast.Name | ast.Constant | None)
@@ -147,7 +147,7 @@ def _name_result(source: Source, statement: ast.Return, function: Function) -> _
 
 
 def _indent(text: str) -> str | None:
-    """The lines one level deeper; None where that would change a text, and for many lines."""
+    """Indents lines one level; None if that would change a string, and for too many lines."""
     if re.search(r"\"\"\"|'''|\\\n|\t", text) or text.count("\n") > _MOST_LINES:
         return None
     return "".join(f"    {line}" if line.strip() else line for line in text.splitlines(keepends=True))

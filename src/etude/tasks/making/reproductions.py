@@ -1,9 +1,9 @@
-"""A piece of a test as a script that stands alone, with what it needs of the test.
+"""Extracts a part of a test as a self-contained script, with its dependencies.
 
 failing statement ──> statements before it that matter ──> arguments by their values, fixtures by their bodies
                                                      └──> imports, constants and helpers of the test's file
 
-A script is not run here: it is the test's own statements, in their order, with the values that the test had.
+A script is not run here: it has the test's own statements, in their order, with the values of the test.
 """
 
 from __future__ import annotations
@@ -24,39 +24,39 @@ from etude.tasks.making.source import Function, read_tree
 _MOST_LINES, _MOST_CHARS = 16, 900
 _MOST_CALL = 120
 Text = tuple[str, str]
-"""Statements that come first, which may be none, and an expression or statements."""
+"""Preceding statements, which may be empty, and an expression or statements."""
 
 
 _read_tree = lru_cache(maxsize=64)(read_tree)
 
 
-class NotAloneError(Exception):
-    """The piece depends on what only the test knows."""
+class NotSelfContainedError(Exception):
+    """The code depends on values that only exist in the test's run."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failing:
-    """Where a test failed."""
+    """The place of a test's failure."""
 
     failure: TestFailure
     tests: Mapping[str, str]
     """Test files, path to text."""
     function: ast.FunctionDef
     block: Sequence[ast.stmt]
-    """Statements of the function before and with the outermost one that failed."""
+    """The function's statements up to the outermost one that failed."""
     statement: ast.stmt
-    """The innermost one that failed."""
+    """The innermost failed statement."""
 
     @property
     def is_nested(self) -> bool:
-        """Whether the statement is in a loop, a branch or the like, which decides what it does."""
+        """Whether the statement is within a loop, a branch or the like, on which it depends."""
         outer = self.block[-1]
         inside = outer.body if isinstance(outer, ast.With) and is_raises(outer) else [outer]
         return self.statement is not outer and self.statement not in inside
 
 
 def find_failing(failure: TestFailure, tests: Mapping[str, str]) -> Failing | None:
-    """None where the failing line is in no statement of the test."""
+    """Finds the failed statement of a test; None if the failing line is not in one."""
     name = failure.name.rpartition(".")[2]
     tree, line = _read_tree(tests.get(failure.path, "")), failure.test_line
     if tree is None:
@@ -80,15 +80,15 @@ def _holds(node: ast.stmt, line: int) -> bool:
     return node.lineno <= line <= (node.end_lineno or 0)
 
 
-def write_alone(failing: Failing, piece: ast.AST) -> Text | None:
-    """What has to run before a piece of the failing statement, and the piece itself; None where it is too
-    long, or depends on what only the test knows. Short values are put where their names were."""
+def write_script(failing: Failing, piece: ast.AST) -> Text | None:
+    """Statements that must run before a piece of the failing statement, and the piece itself; None if they
+    are too long or not self-contained. Short values are substituted for their names."""
     arguments = {one.arg for one in ast.walk(failing.function.args) if isinstance(one, ast.arg)}
     before = slice_before(failing.block[:-1], piece, arguments)
     try:
         script = _Script(failing.failure, failing.tests)
         script.need(_free_names([*before, piece]), failing.failure.path, failing.function)
-    except NotAloneError:
+    except NotSelfContainedError:
         return None
     return _inline([*script.bindings, *before], piece) or _write(script, before, piece)
 
@@ -117,7 +117,7 @@ def _write(script: _Script, before: Sequence[ast.stmt], piece: ast.AST) -> Text 
 
 
 def _inline(before: Sequence[ast.stmt], piece: ast.AST) -> Text | None:
-    """The piece with the values in the places of the names, where all that comes before are such values."""
+    """The piece with names replaced by their values, if all statements before it only assign values."""
     if not isinstance(piece, ast.expr):
         return None
     values: dict[str, ast.expr] = {}
@@ -145,7 +145,7 @@ def _target(node: ast.stmt) -> str:
 
 
 class _Substitution(ast.NodeTransformer):
-    """Names, and attributes such as `request.param` -> their values."""
+    """Replaces names, and attributes such as `request.param`, by their values."""
 
     def __init__(self, values: Mapping[str, ast.expr]) -> None:
         self.values = values
@@ -158,14 +158,14 @@ class _Substitution(ast.NodeTransformer):
 
 
 class _Script:
-    """Gathers what a piece of a test needs: imports, and statements that bind names, in their order."""
+    """Collects the dependencies of a piece of a test: imports, and statements that bind names, in order."""
 
     def __init__(self, failure: TestFailure, tests: Mapping[str, str]) -> None:
         self._failure, self._tests = failure, tests
         self.imports: list[str] = []
         self.bindings: list[ast.stmt] = []
         self._places: dict[str, str] = {}
-        """Names that are bound, or will be -> the file that they were looked up in."""
+        """Name that is bound or being bound -> the file in which it was looked up."""
         for name, (path, line) in failure.fixtures.items():
             decorators = getattr(self._fixture(path, line), "decorator_list", ())
             if any("autouse=True" in ast.unparse(one) for one in decorators):
@@ -173,7 +173,7 @@ class _Script:
                 self._bind_fixture(name, path, line)
 
     def need(self, names: set[str], path: str, function: ast.FunctionDef | None) -> None:
-        """Binds names that code of a file uses, in a function or outside. Raises NotAloneError."""
+        """Binds names that code of a file uses, within a function or not. Raises NotSelfContainedError."""
         arguments = [*function.args.args, *function.args.kwonlyargs] if function is not None else []
         mine = {one.arg for one in arguments}
         for name in sorted(names):
@@ -181,7 +181,7 @@ class _Script:
                 continue
             if name in self._places:
                 if self._places[name] != path and name not in self._failure.fixtures:
-                    raise NotAloneError
+                    raise NotSelfContainedError
                 continue
             self._places[name] = path
             if function is not None and name in mine:
@@ -203,11 +203,10 @@ class _Script:
         elif name in failure.fixtures:
             self._bind_fixture(name, *failure.fixtures[name])
         else:
-            raise NotAloneError
+            raise NotSelfContainedError
 
     def _bind_fixture(self, name: str, path: str, line: int) -> None:
-        """By the body of a fixture that ends in `return` or, with nothing after it, `yield`, or in a `with`
-        around that."""
+        """Binds a name by the body of a fixture that ends in `return`, `yield` or a `with` around one."""
         function = self._fixture(path, line)
         body = [node for node in function.body if not _is_docstring(node)] if function is not None else []
         last = body[-1] if body else None
@@ -220,7 +219,7 @@ class _Script:
             value = value.value if isinstance(value, ast.Yield) else None
         inner = [node for top in body[:-1] for node in ast.walk(top)]
         if function is None or value is None or any(isinstance(node, _LEAVING) for node in inner):
-            raise NotAloneError
+            raise NotSelfContainedError
         given = _fixture_value(function.decorator_list, self._failure.indices.get(name))
         if given is not None:
             value = _Substitution({"request.param": given}).visit(value)
@@ -239,16 +238,16 @@ class _Script:
         return None
 
     def _bind_global(self, name: str, path: str) -> None:
-        """By an import, or what the file's top defines."""
+        """Binds a name by an import or a top-level definition of the file."""
         tree = _read_tree(self._tests.get(path, ""))
         found = [node for node in tree.body if name in bound_names(node)] if tree is not None else []
         if not found or (len(found) > 1 and not all(isinstance(node, ast.FunctionDef) for node in found)):
-            raise NotAloneError
+            raise NotSelfContainedError
         node = found[-1]  # after its overloads
         if isinstance(node, ast.Import | ast.ImportFrom):
             aliases = [one for one in node.names if (one.asname or one.name).partition(".")[0] == name]
             if not aliases or getattr(node, "level", 0):
-                raise NotAloneError
+                raise NotSelfContainedError
             is_from = isinstance(node, ast.ImportFrom)
             only = ast.ImportFrom(node.module, aliases, 0) if is_from else ast.Import(aliases)
             self.imports.append(ast.unparse(only))
@@ -256,7 +255,7 @@ class _Script:
             self.need(_free_names([node]) - {name}, path, None)
             self.bindings.append(node)
         else:
-            raise NotAloneError
+            raise NotSelfContainedError
 
 
 def _assign(name: str, value: ast.expr) -> ast.Assign:
@@ -264,7 +263,7 @@ def _assign(name: str, value: ast.expr) -> ast.Assign:
 
 
 def _parametrized(decorators: Sequence[ast.expr], name: str, index: int | None) -> ast.expr | None:
-    """The value of a parametrized argument, from the list in the decorator."""
+    """The value of a parametrized argument, from the decorator's list."""
     if index is None:
         return None
     for call in decorators:
@@ -287,7 +286,7 @@ def _parametrized(decorators: Sequence[ast.expr], name: str, index: int | None) 
 
 
 def _fixture_value(decorators: Sequence[ast.expr], index: int | None) -> ast.expr | None:
-    """What `request.param` is in a fixture."""
+    """The value of `request.param` in a fixture."""
     if index is None:
         return None
     for call in decorators:
@@ -299,7 +298,7 @@ def _fixture_value(decorators: Sequence[ast.expr], index: int | None) -> ast.exp
 
 
 def _without_marks(value: ast.expr) -> list[ast.expr]:
-    """The values of a row, of which `pytest.param` may be around."""
+    """The values of a row, which may be wrapped in `pytest.param`."""
     is_param = isinstance(value, ast.Call) and ast.unparse(value.func) in ("pytest.param", "param")
     return list(value.args) if is_param and isinstance(value, ast.Call) else [value]
 
@@ -312,7 +311,7 @@ def _is_docstring(node: ast.stmt) -> bool:
 
 
 def _free_names(nodes: Sequence[ast.AST]) -> set[str]:
-    """Names that statements use, in their order, before they bind them."""
+    """Names that a sequence of statements uses before it binds them."""
     free, bound = set[str](), set[str]()
     for node in nodes:
         within = bound_names(node)

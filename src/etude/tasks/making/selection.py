@@ -1,4 +1,4 @@
-"""Which verified changes become the set of tasks: varied, without near-duplicates, split by module."""
+"""Selects the verified changes that become tasks: varied, without near-duplicates, split by module."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ from etude.tasks.making.changes import Difficulty, Quotas, Verified, split_of
 from etude.tasks.making.tokens import changed_text, code_tokens, runs
 
 NOT_CALIBRATED = "not calibrated"
-"""Of a task that no model has solved yet: its difficulty is by its tests."""
+"""The calibration of a task that no model has solved yet, whose difficulty is estimated from its tests."""
 _LEVELS: tuple[Difficulty, ...] = ("easy", "medium", "hard")
 _DUPLICATE = 0.8
-"""Share of their differences' runs of three tokens from which two changes count as the same."""
+"""Two changes are duplicates if their differences share so many of their token trigrams (Jaccard index)."""
 
 _Fingerprint = tuple[tuple[str, ...], set[tuple[str, ...]]]
-"""Functions and failing tests, and the difference's runs of three tokens."""
+"""Functions and failing tests, and the token trigrams of the difference."""
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """What is kept, and the rest with reasons."""
+    """The selected changes, and the rejected ones with reasons."""
 
     kept: tuple[Verified, ...]
     rejected: tuple[tuple[Verified, str], ...]
     missed: str = ""
-    """The least share that the candidates did not allow, with what it came to; empty where it holds."""
+    """The least share that the candidates did not reach, with the actual share; empty if it was reached."""
 
 
 def select(candidates: Sequence[Verified], quotas: Quotas) -> Selection:
-    """Takes candidates in order while they are of use, then leaves out the last ones that break a share.
+    """Adds candidates in order unless they are refused, then removes the last ones that exceed a quota.
 
-    Largest shares hold exactly of what is kept, so a set may come out small; each reject says which quota it
-    broke. No task is left out for the least share of compound ones: of too many tasks the others go first,
-    and `missed` says if it is short all the same.
+    Upper shares hold exactly for the kept set, which may therefore be small; each reject names the quota. The
+    least share of compound tasks removes none: if there are too many tasks, the others are removed first, and
+    `missed` reports a share that is too small nevertheless.
     """
     rejected = list[tuple[Verified, str]]()
     kept = list[Verified]()
@@ -47,8 +47,8 @@ def select(candidates: Sequence[Verified], quotas: Quotas) -> Selection:
         kept.append(candidate)
         per_function.update(candidate.change.functions)
         seen.append(_fingerprint(candidate))
-    while (worst := _worst(kept, quotas)) is not None:
-        rejected.append((kept.pop(worst[0]), worst[1]))
+    while (excess := _find_excess(kept, quotas)) is not None:
+        rejected.append((kept.pop(excess[0]), excess[1]))
     num_compound = sum(one.is_compound for one in kept)
     missed = ""
     if num_compound < quotas.least_compound * len(kept):
@@ -74,7 +74,7 @@ def _refusal(
     seen: Sequence[_Fingerprint],
     quotas: Quotas,
 ) -> str:
-    """Why a candidate cannot be taken whatever else is; empty where it can."""
+    """Why a candidate is rejected at once; empty if it is not."""
     assert candidate.failures, "tests noticed it"
     assert len({split_of(path) for path in candidate.change.files}) == 1, "changes are planned so"
     full = [one for one in candidate.change.functions if per_function[one] >= quotas.most_per_function]
@@ -88,8 +88,8 @@ def _refusal(
     return ""
 
 
-def _worst(kept: Sequence[Verified], quotas: Quotas) -> tuple[int, str] | None:
-    """The last task that breaks a share, and which; None where all hold. One task per operator always may."""
+def _find_excess(kept: Sequence[Verified], quotas: Quotas) -> tuple[int, str] | None:
+    """The last task that exceeds a quota, and which; None if all hold. One per operator is always kept."""
     operators = Counter(name for one in kept for name in set(one.change.operators))
     most = max(1.0, quotas.most_per_operator * len(kept))
     frequent = max(sorted(operators), key=operators.__getitem__, default="")
@@ -111,9 +111,8 @@ def _worst(kept: Sequence[Verified], quotas: Quotas) -> tuple[int, str] | None:
     return None
 
 
-def grade(kept: Sequence[Verified]) -> list[Difficulty]:
-    """How hard tasks are beside each other: many lines to search and few failing tests are hard. A third of
-    them is of each level."""
+def grade_tasks(kept: Sequence[Verified]) -> list[Difficulty]:
+    """Divides tasks into three equal levels: many lines to search and few failing tests are hard."""
 
     def hardness(verified: Verified) -> tuple[float, int]:
         return verified.num_suspect_lines / len(verified.failures), len(verified.change.places)

@@ -1,7 +1,7 @@
-"""Which earlier statements of a test what failed depends on, as far as their text shows it.
+"""Backward slicing of a test: the earlier statements on which the failed one depends, by static analysis.
 
-Truth comes before brevity: a call that could have changed what is used later stays, whatever it is named. Of
-an assertion that held only its calls stay.
+Conservative: a call that could have changed a value that is used later is kept, whatever its name. Of an
+assertion that passed only its calls are kept.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ _ONLY_LOOK = {
     for name in dir(unittest.TestCase)
     if name.startswith("assert") and not name.startswith(("assertRaises", "assertWarns", "assertLogs"))
 }
-"""Assertions of unittest that call nothing themselves."""
+"""Assertions of unittest that do not call their arguments."""
 _MAYBE_RUN = (
     ast.BoolOp, ast.IfExp, ast.Lambda, ast.NamedExpr, ast.ListComp, ast.SetComp, ast.DictComp,
     ast.GeneratorExp,
 )  # fmt: skip
-"""Expressions whose calls do not run just once, or bind names: they stay whole."""
+"""Expressions that bind names, or whose calls may not run exactly once: kept whole."""
 
 
 def slice_before(block: Sequence[ast.stmt], piece: ast.AST, arguments: set[str]) -> list[ast.stmt]:
-    """What has to run of a test's statements before a piece of the next one. `arguments`: of the test."""
+    """The statements of `block` on which a piece of the next statement depends. `arguments`: of the test."""
     own = arguments.union(*(_bound_here(node) for node in block))
     links = [names for node in block for names in _links(node, own)]
     kept: list[ast.stmt] = []
@@ -48,7 +48,7 @@ def is_raises(statement: ast.stmt) -> bool:
 
 
 def bound_names(node: ast.AST) -> set[str]:
-    """Names that a statement binds, its inner ones included."""
+    """Names that a statement binds, including nested statements."""
     found = set[str]()
     for entry in ast.walk(node):
         if isinstance(entry, ast.Name) and not isinstance(entry.ctx, ast.Load):
@@ -61,7 +61,7 @@ def bound_names(node: ast.AST) -> set[str]:
 
 
 def loaded_names(node: ast.AST) -> set[str]:
-    """Names that it uses and does not bind as a parameter or a caught exception."""
+    """Names that a node uses and does not bind as a parameter or a caught exception."""
     inner = list(ast.walk(node))
     used = {entry.id for entry in inner if isinstance(entry, ast.Name) and isinstance(entry.ctx, ast.Load)}
     if isinstance(node, ast.AugAssign):
@@ -71,13 +71,13 @@ def loaded_names(node: ast.AST) -> set[str]:
 
 
 def _bound_here(node: ast.stmt) -> set[str]:
-    """Names of the test's own that may hold something that changes: no imports, no constants."""
+    """Names bound by a statement that may refer to mutable values: no imports, no constants."""
     is_constant = isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
     return set() if is_constant or isinstance(node, ast.Import | ast.ImportFrom) else bound_names(node)
 
 
 def _links(node: ast.stmt, own: set[str]) -> Iterator[set[str]]:
-    """Names of which one may hold a part of what another holds once the statement has run."""
+    """Sets of names that may refer to the same object, or a part of it, after the statement."""
     if bound := _bound_here(node):
         yield (bound | loaded_names(node)) & own
     for call in _calls(node):
@@ -85,14 +85,14 @@ def _links(node: ast.stmt, own: set[str]) -> Iterator[set[str]]:
 
 
 def _reach(names: set[str], links: Sequence[set[str]]) -> set[str]:
-    """The names, and those that are linked with them."""
+    """The transitive closure of `names` under `links`."""
     while more := set[str]().union(*(link for link in links if link & names)) - names:
         names = names | more
     return names
 
 
 def _keep(node: ast.stmt, needed: set[str], reached: set[str], own: set[str]) -> list[ast.stmt]:
-    """What of a statement has to run: itself, the calls of an assertion that held, or nothing."""
+    """The part of a statement that must run: all of it, the calls of a passed assertion, or nothing."""
     if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
         return []
     if isinstance(node, ast.Import | ast.ImportFrom | ast.FunctionDef | ast.ClassDef):
@@ -112,7 +112,7 @@ def _keep(node: ast.stmt, needed: set[str], reached: set[str], own: set[str]) ->
 
 
 def _looked_at(node: ast.stmt) -> Sequence[ast.expr] | None:
-    """What an assertion works out where it holds; None for any other statement."""
+    """The expressions that a passing assertion evaluates; None for any other statement."""
     if isinstance(node, ast.Assert):
         return [node.test]
     call = node.value if isinstance(node, ast.Expr) else None
@@ -122,7 +122,7 @@ def _looked_at(node: ast.stmt) -> Sequence[ast.expr] | None:
 
 
 def _run_calls(expression: ast.AST) -> list[ast.expr]:
-    """The outermost calls in the order in which they run; what may not run each of them, as a whole."""
+    """The outermost calls in order of execution; expressions that may skip some of theirs as a whole."""
     is_chain = isinstance(expression, ast.Compare) and len(expression.ops) > 1
     if isinstance(expression, ast.Call) or is_chain or isinstance(expression, _MAYBE_RUN):
         return [expression] if any(_calls(expression)) and isinstance(expression, ast.expr) else []
@@ -130,7 +130,7 @@ def _run_calls(expression: ast.AST) -> list[ast.expr]:
 
 
 def _touches(node: ast.AST, reached: set[str], own: set[str]) -> bool:
-    """Whether a call in it has one of the names as receiver or argument, or calls one of the test's own."""
+    """Whether a call in it has a reached name as receiver or argument, or as a local function of the test."""
     for call in _calls(node):
         given: list[ast.AST] = [*call.args, *call.keywords]
         given += [call.func.value] if isinstance(call.func, ast.Attribute) else []

@@ -1,4 +1,4 @@
-"""A file of Python with its syntax tree, edited by position: all other bytes stay as they are."""
+"""A Python file with its syntax tree, edited by character positions so that all other text is unchanged."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Edit:
 
 
 def apply_edits(text: str, edits: Sequence[Edit]) -> str:
-    """The text with all edits, which must not overlap, made at once."""
+    """Applies edits, which must not overlap, to a text."""
     pieces, at = list[str](), 0
     for edit in sorted(edits):
         assert at <= edit.start <= edit.end <= len(text), "edits overlap or leave the text"
@@ -35,7 +35,7 @@ def apply_edits(text: str, edits: Sequence[Edit]) -> str:
 
 
 def read_tree(text: str) -> ast.Module | None:
-    """The syntax tree, or None where the text is no Python; a project's own syntax warnings are not shown."""
+    """The syntax tree, or None for invalid Python; suppresses syntax warnings."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -45,7 +45,7 @@ def read_tree(text: str) -> ast.Module | None:
 
 
 class Source:
-    """One parsed file: positions of nodes as characters, the function that each line is in."""
+    """One parsed file: character positions of nodes, the function of each line, and edits."""
 
     def __init__(self, path: str, text: str, tree: ast.Module) -> None:
         self.path, self.text, self.tree = path, text, tree
@@ -56,7 +56,7 @@ class Source:
 
     @classmethod
     def parse(cls, path: str, text: str) -> Source | None:
-        """None for what is not Python, and for files with carriage returns, whose lines count otherwise."""
+        """Parses a file; None if it is not Python, or has carriage returns, which shift line numbers."""
         if not path.endswith(".py") or "\r" in text or text.startswith("\ufeff"):
             return None
         tree = read_tree(text)
@@ -64,17 +64,17 @@ class Source:
 
     @cached_property
     def parents(self) -> dict[ast.AST, ast.AST]:
-        """The node that each node stands in."""
+        """Node -> its parent."""
         return {child: node for node in ast.walk(self.tree) for child in ast.iter_child_nodes(node)}
 
     def ancestors(self, node: ast.AST) -> Iterator[ast.AST]:
-        """What a node stands in, the innermost first, without the module."""
+        """The ancestors of a node, innermost first, without the module."""
         while (node := self.parents.get(node, self.tree)) is not self.tree:
             yield node
 
     @cached_property
     def scopes(self) -> dict[Scope, str]:
-        """Qualified name of each function and class."""
+        """Function or class -> its qualified name."""
         names: dict[Scope, str] = {}
         todo: list[tuple[ast.AST, str]] = [(self.tree, "")]
         while todo:
@@ -88,14 +88,14 @@ class Source:
         return names
 
     def offset(self, line: int, column: int) -> int:
-        """Characters before a position as syntax trees give it: line from 1, column in UTF-8 bytes."""
+        """Converts a syntax tree's position (line from 1, column in UTF-8 bytes) into a character offset."""
         text = self.lines[line - 1]
         if not text.isascii():
             column = len(text.encode("utf-8", "surrogatepass")[:column].decode("utf-8", "surrogatepass"))
         return self.starts[line - 1] + column
 
     def start(self, node: ast.expr | ast.stmt | ast.keyword | ast.arg | ast.excepthandler) -> int:
-        """Where a node begins: a function or class with its decorators."""
+        """Offset of a node's beginning, including the decorators of a function or class."""
         decorators = node.decorator_list if isinstance(node, Scope) else []
         if decorators:  # the `@` may have blanks before the expression
             line = decorators[0].lineno
@@ -103,20 +103,20 @@ class Source:
         return self.offset(node.lineno, node.col_offset)
 
     def end(self, node: ast.expr | ast.stmt | ast.keyword | ast.arg | ast.excepthandler) -> int:
-        """Where a node ends."""
+        """Offset of a node's end."""
         assert node.end_lineno is not None and node.end_col_offset is not None
         return self.offset(node.end_lineno, node.end_col_offset)
 
     def segment(self, node: ast.expr | ast.stmt | ast.keyword | ast.arg | ast.excepthandler) -> str:
-        """The node's own text."""
+        """The node's text."""
         return self.text[self.start(node) : self.end(node)]
 
     def replace(self, node: ast.expr | ast.stmt | ast.arg, text: str) -> Edit:
-        """The edit that writes `text` in the node's place."""
+        """The edit that replaces the node by `text`."""
         return Edit(self.start(node), self.end(node), text)
 
     def own_lines(self, first: ast.stmt | ast.excepthandler, last: ast.stmt) -> tuple[int, int] | None:
-        """Offsets of the whole lines that these statements have to themselves; None where they share one."""
+        """Offsets of the lines of these statements; None if other code shares one."""
         start, end = self.start(first), self.end(last)
         line_start = self.text.rfind("\n", 0, start) + 1
         line_end = self.text.find("\n", end)
@@ -127,20 +127,20 @@ class Source:
         return line_start, min(line_end + 1, len(self.text))
 
     def remove(self, statement: ast.stmt, block: Sequence[ast.stmt]) -> Edit | None:
-        """Removes a statement with its lines, or writes `pass` where it is its block's only one."""
+        """Removes a statement with its lines, or replaces the only one of its block by `pass`."""
         return self.replace(statement, "pass") if len(block) == 1 else self.remove_lines(statement, statement)
 
     def remove_lines(self, first: ast.stmt | ast.excepthandler, last: ast.stmt) -> Edit | None:
-        """Removes the lines of statements; None where they share one."""
+        """Removes the lines of statements; None if other code shares one."""
         span = self.own_lines(first, last)
         return None if span is None else Edit(*span, "")
 
     def line_of(self, offset: int) -> int:
-        """The line, from 1, that a character is in."""
+        """The line number, from 1, of a character offset."""
         return self.text.count("\n", 0, offset) + 1
 
     def scope_name(self, first: int, last: int) -> str:
-        """Name of the innermost function, else class, that holds these lines; empty for none."""
+        """Name of the innermost function, else class, that contains these lines; empty for none."""
         holding = [
             (scope.lineno, name)
             for scope, name in self.scopes.items()
@@ -150,14 +150,14 @@ class Source:
         return max(holding, default=(0, ""))[1]
 
     def place(self, edits: Sequence[Edit]) -> Place:
-        """The lines that edits touch, from the first to the last."""
+        """The range of lines that edits touch."""
         ends = [edit.end - (edit.end > edit.start and self.text[edit.end - 1] == "\n") for edit in edits]
         first, last = self.line_of(min(edit.start for edit in edits)), self.line_of(max(ends))
         return Place(self.path, self.scope_name(first, last), first, max(first, last))
 
 
 def blocks(node: ast.AST) -> Iterator[list[ast.stmt]]:
-    """The statement lists of a node: body, else, finally."""
+    """The non-empty statement lists of a node: body, else, finally."""
     for name in ("body", "orelse", "finalbody"):
         block = getattr(node, name, None)
         if isinstance(block, list) and block and isinstance(block[0], ast.stmt):
@@ -165,7 +165,7 @@ def blocks(node: ast.AST) -> Iterator[list[ast.stmt]]:
 
 
 def has_docstring(node: ast.AST) -> bool:
-    """Whether a function, class or module begins with one."""
+    """Whether a function, class or module has a docstring."""
     body = getattr(node, "body", None)
     return bool(
         isinstance(body, list)
@@ -177,7 +177,7 @@ def has_docstring(node: ast.AST) -> bool:
 
 
 def is_test_path(path: str) -> bool:
-    """Whether a file is a test, test support or packaging, none of which a change is made to."""
+    """Whether a file is a test, test support or packaging, which are never changed."""
     parts = path.split("/")
     name = parts[-1]
     return (
@@ -189,6 +189,6 @@ def is_test_path(path: str) -> bool:
 
 
 def read_sources(sources: Mapping[str, str]) -> list[Source]:
-    """The files to which changes are made, parsed, by path; tests, packaging and other languages left out."""
+    """Parses the files that may be changed, sorted by path, without tests, packaging and other languages."""
     found = (Source.parse(path, sources[path]) for path in sorted(sources) if not is_test_path(path))
     return [source for source in found if source is not None]

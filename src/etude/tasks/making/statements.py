@@ -1,4 +1,4 @@
-"""Bugs of whole statements: branches, loops, assignments, decorators, exceptions, defaults, classes."""
+"""Mutation operators on statements: branches, loops, assignments, decorators, exceptions, classes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _OTHER_EXCEPTION = {
 
 
 def remove_statement(source: Source, node: ast.AST) -> Planted:
-    """An assignment to what has a value already, or a call made for its effect, is left out."""
+    """An assignment to a target that already has a value, or a call for its side effect, is removed."""
     in_class = isinstance(node, ast.ClassDef | ast.Module)
     for block in blocks(node):
         for statement in block:
@@ -46,7 +46,7 @@ def remove_statement(source: Source, node: ast.AST) -> Planted:
 
 
 def _has_value(source: Source, target: ast.expr, statement: ast.stmt) -> bool:
-    """Whether reading the target without this assignment finds an attribute, item or earlier name."""
+    """Whether the target probably has a value without this assignment: an attribute, item or earlier name."""
     if isinstance(target, ast.Attribute | ast.Subscript):
         return True
     scope = next((one for one in source.ancestors(statement) if isinstance(one, Function)), None)
@@ -64,7 +64,7 @@ def _has_value(source: Source, target: ast.expr, statement: ast.stmt) -> bool:
 
 
 def remove_branch(source: Source, node: ast.AST) -> Planted:
-    """An `if` with what it guards, its last `else`, or a handler is left out."""
+    """An `if` with its body, its last `else`, or an exception handler is removed."""
     for block in blocks(node):
         for statement in block:
             if isinstance(statement, ast.If) and source.text.startswith("if", source.start(statement)):
@@ -88,7 +88,7 @@ def _remove_if(source: Source, statement: ast.If, block: list[ast.stmt]) -> Plan
         if not inner.orelse or source.text.startswith("elif", source.start(inner.orelse[0])):
             yield "removed branch", [source.remove_lines(inner, inner.body[-1])]
         branch = inner
-    if branch.orelse:  # the `else:` stands on the lines between the two blocks
+    if branch.orelse:  # the `else:` is between the two blocks
         span = source.own_lines(branch.orelse[0], branch.orelse[-1])
         end = source.text.find("\n", source.end(branch.body[-1])) + 1
         if span is not None and re.search(r"^\s*else\s*:", source.text[end : span[0]], re.MULTILINE):
@@ -100,7 +100,7 @@ def _remove_if(source: Source, statement: ast.If, block: list[ast.stmt]) -> Plan
 
 
 def _dedent(source: Source, statement: ast.stmt, body: list[ast.stmt]) -> Edit | None:
-    """Writes a body in its statement's place."""
+    """The edit that replaces a statement by its dedented body."""
     outer, inner = source.own_lines(statement, body[-1]), source.own_lines(body[0], body[-1])
     if outer is None or inner is None:
         return None
@@ -112,7 +112,7 @@ def _dedent(source: Source, statement: ast.stmt, body: list[ast.stmt]) -> Edit |
 
 
 def remove_loop(source: Source, node: ast.AST) -> Planted:
-    """A loop is left out, runs once, or ends where it should go on."""
+    """A loop is removed, runs only once, or has `break` and `continue` exchanged."""
     for block in blocks(node):
         for statement in block:
             if isinstance(statement, ast.Continue):
@@ -135,7 +135,7 @@ def remove_loop(source: Source, node: ast.AST) -> Planted:
 
 
 def change_return(source: Source, node: ast.AST) -> Planted:
-    """A result is worked out and not given back, or a raise becomes nothing."""
+    """A result is computed but not returned."""
     for block in blocks(node):
         for statement in block:
             if isinstance(statement, ast.Return) and isinstance(statement.value, ast.Call):
@@ -145,7 +145,7 @@ def change_return(source: Source, node: ast.AST) -> Planted:
 
 
 def change_exception(source: Source, node: ast.AST) -> Planted:
-    """Another kind of exception is raised or caught, or one of several is caught no more."""
+    """Another type of exception is raised or caught, or one of several is no longer caught."""
     kinds: list[ast.expr] = []
     if isinstance(node, ast.Raise) and node.exc is not None:
         kinds = [node.exc.func if isinstance(node.exc, ast.Call) else node.exc]
@@ -165,7 +165,7 @@ def change_exception(source: Source, node: ast.AST) -> Planted:
 
 
 def change_decorator(source: Source, node: ast.AST) -> Planted:
-    """A decorator is left out."""
+    """A decorator is removed."""
     if not isinstance(node, Scope):
         return
     for decorator in node.decorator_list:
@@ -177,9 +177,9 @@ def change_decorator(source: Source, node: ast.AST) -> Planted:
 
 
 def share_mutable(source: Source, node: ast.AST) -> Planted:
-    """A default of None that the body replaces by a new list or dict becomes that list or dict itself.
+    """A default of None that the body replaces by a new list or dict becomes that shared list or dict.
 
-    Likewise an attribute that `__init__` sets becomes one of the class.
+    Likewise an attribute that `__init__` sets becomes a class attribute.
     """
     if isinstance(node, Function):
         names = node.args.args[len(node.args.args) - len(node.args.defaults) :]
@@ -231,7 +231,7 @@ def _share_attribute(source: Source, statement: ast.stmt, start: Function, init:
 
 
 def change_class(source: Source, node: ast.AST) -> Planted:
-    """A base class is left out or changes its order; a method falls back to that of the base."""
+    """A base class is removed or reordered, or an overriding method is removed."""
     if not isinstance(node, ast.ClassDef):
         return
     plain = [base for base in node.bases if isinstance(base, ast.Name | ast.Attribute)]
@@ -262,7 +262,7 @@ def change_default(source: Source, node: ast.AST) -> Planted:
 
 
 def reorder_statements(source: Source, node: ast.AST) -> Planted:
-    """Two neighbouring statements change places, where the second reads or writes what the first writes."""
+    """Two adjacent statements are swapped, if the second reads or writes what the first writes."""
     for block in blocks(node) if not isinstance(node, ast.Module | ast.ClassDef) else ():
         first_at = 1 if block is getattr(node, "body", None) and has_docstring(node) else 0
         for first, second in zip(block[first_at:], block[first_at + 1 :], strict=False):
@@ -293,7 +293,7 @@ def _names(statement: ast.stmt) -> set[str]:
 
 
 def _reads_earlier(source: Source, first: ast.stmt, second: ast.stmt) -> bool:
-    """Whether what both are about has a value before the first, so that the change is no mere NameError."""
+    """Whether shared names have values before the first statement, so that a swap is no NameError."""
     shared = _written(first) & _names(second)
     return all("." in name or _has_value(source, ast.Name(name, ast.Store()), first) for name in shared)
 

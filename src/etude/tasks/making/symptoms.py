@@ -1,4 +1,4 @@
-"""The symptom of a failing test as a user meets it: a call, what it gave, what it should have given."""
+"""Extracts the symptom of a failing test as a user sees it: a call, its actual and its expected result."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Literal
 
 from etude.kit.syntax import parse_expression, parse_python
 from etude.tasks.making.changes import TestFailure
-from etude.tasks.making.reproductions import Failing, find_failing, write_alone
+from etude.tasks.making.reproductions import Failing, find_failing, write_script
 from etude.tasks.making.slicing import is_raises
 
 _MOST_VALUE = 120
@@ -20,29 +20,29 @@ _EXCEPTION = re.compile(r"^(?P<kind>[\w.]+)(?:: (?P<text>.*))?$")
 _NOT_RAISED = re.compile(r"DID NOT (?:RAISE|WARN)[^<]*<class '(?:[\w.]*\.)?(?P<kind>\w+)'>")
 
 Call = tuple[str, str]
-"""What runs first, and an expression that calls something."""
+"""Preceding statements, and an expression with a call."""
 
 
 @dataclass(frozen=True, slots=True)
 class Symptom:
-    """What of a failure an instruction may say: the call in code, values as their `repr`."""
+    """The part of a failure that an instruction may reveal: the call as code, values as their `repr`."""
 
     kind: Literal["wrong value", "untrue", "raises", "not raised"]
     script: str
-    """What runs first; empty for nothing."""
+    """Preceding statements; may be empty."""
     call: str
-    """An expression, or statements where it has several lines or is none."""
+    """An expression, or statements."""
     seen: str = ""
     wanted: str = ""
 
     @property
     def subject(self) -> str:
-        """What is called; symptoms of one subject are described once."""
+        """The called function; symptoms with the same subject are described once."""
         return self.call.rpartition("\n")[2].strip().partition("(")[0]
 
     @property
     def is_statement(self) -> bool:
-        """Whether `call` is no expression."""
+        """Whether `call` is not a single-line expression."""
         try:
             parse_expression(self.call)
         except SyntaxError:
@@ -51,22 +51,22 @@ class Symptom:
 
 
 def find_calls(symptom: Symptom) -> frozenset[Call]:
-    """The calls by which a test fails, whatever it expects of them."""
-    return frozenset((symptom.script, call) for call in _told_calls(parse_python(symptom.call)))
+    """The calls of a symptom, independent of the expected results."""
+    return frozenset((symptom.script, call) for call in _outermost_calls(parse_python(symptom.call)))
 
 
-def _told_calls(node: ast.AST) -> list[str]:
-    """The outermost calls, those of builtins passed over; all of it where operators or statements decide."""
+def _outermost_calls(node: ast.AST) -> list[str]:
+    """The outermost calls, looking through those of builtins; for operators and statements the whole node."""
     inner = [child for child in ast.iter_child_nodes(node) if has_call(child)]
     is_own = isinstance(node, ast.Call) and not hasattr(builtins, ast.unparse(node.func))
     is_whole = is_own or not inner or isinstance(node, ast.BinOp)
     if isinstance(node, ast.Module | ast.Expr | ast.Assert | ast.expr) and not is_whole:
-        return [call for child in inner for call in _told_calls(child)]
+        return [call for child in inner for call in _outermost_calls(child)]
     return [ast.unparse(node)]
 
 
 def find_symptom(failure: TestFailure, tests: Mapping[str, str]) -> Symptom | None:
-    """None where the failing statement or the message shows nothing that a user could repeat."""
+    """The symptom of a failure; None if statement and message show nothing that a user could reproduce."""
     failing = find_failing(failure, tests)
     if failing is None or not failure.message.strip():
         return None
@@ -79,7 +79,7 @@ def find_symptom(failure: TestFailure, tests: Mapping[str, str]) -> Symptom | No
     if asserted is not None and (message.startswith(("assert ", "AssertionError")) or raised is None):
         return _wrong(message, asserted, failing)
     if message.startswith("assert "):
-        alone = write_alone(failing, failing.block[-1])
+        alone = write_script(failing, failing.block[-1])
         return alone and Symptom("untrue", *alone)
     if raised is None or raised["kind"] == "Failed":
         return None
@@ -88,14 +88,14 @@ def find_symptom(failure: TestFailure, tests: Mapping[str, str]) -> Symptom | No
     seen = f"`{kind}`" + (f" ({text})" if shown and kind != "AssertionError" else "")
     pieces = [failing.block[-1]] if failing.is_nested else [_called(failing.statement), failing.block[-1]]
     for piece in pieces:
-        alone = write_alone(failing, piece) if piece is not None else None
+        alone = write_script(failing, piece) if piece is not None else None
         if alone is not None:
             return Symptom("raises", *alone, seen)
     return None
 
 
 def as_assert(statement: ast.stmt) -> ast.Assert | None:
-    """An assertion; those of unittest as Python's own."""
+    """An assertion as an `assert` statement, also one of unittest; None for any other statement."""
     if isinstance(statement, ast.Assert):
         return statement
     call = statement.value if isinstance(statement, ast.Expr) else None
@@ -126,7 +126,7 @@ _UNITTEST = {
 
 
 def _called(statement: ast.stmt) -> ast.expr | None:
-    """The expression that a statement works out: the call, not what is done with its result."""
+    """The expression that a statement evaluates: the call, without the use of its result."""
     if is_raises(statement):
         return _called(statement.body[-1]) if isinstance(statement, ast.With) else None
     asserted = as_assert(statement)
@@ -137,23 +137,23 @@ def _called(statement: ast.stmt) -> ast.expr | None:
         return calling[0] if len(calling) == 1 else None  # which of them raised is not known
     value = getattr(statement, "value", None)
     if not isinstance(value, ast.expr) or not (isinstance(statement, ast.Expr) or has_call(value)):
-        return None  # of `a.b = 1`, what is done with the value is all there is
+        return None  # such as `a.b = 1`, whose value is no call
     return value
 
 
 def _not_raised(wanted: str, failing: Failing) -> Symptom | None:
-    """Of the last statement that should have raised; what is before it in the block runs first."""
+    """The symptom of an exception that was not raised by the last statement of the block."""
     outer = failing.block[-1]
     body = outer.body if isinstance(outer, ast.With) and is_raises(outer) else [failing.statement]
     value = body[-1].value if isinstance(body[-1], ast.Expr) else None
     failing = replace(failing, block=[*failing.block[:-1], *body], statement=body[-1])
-    alone = write_alone(failing, value) if value is not None else None
-    alone = alone or write_alone(failing, body[-1])
+    alone = write_script(failing, value) if value is not None else None
+    alone = alone or write_script(failing, body[-1])
     return alone and Symptom("not raised", *alone, wanted=wanted)
 
 
 def _wrong(message: str, asserted: ast.Assert, failing: Failing) -> Symptom | None:
-    """From the values that pytest shows of a failed `assert`; without plain ones, that it does not hold."""
+    """The symptom of a failed `assert`: with pytest's values if they are plain, else `untrue`."""
     test, negated = asserted.test, False
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         test, negated = test.operand, True
@@ -170,22 +170,22 @@ def _wrong(message: str, asserted: ast.Assert, failing: Failing) -> Symptom | No
         wanted = str(not negated) if seen in ("True", "False") else wanted
         seen = "" if isinstance(test, ast.Compare | ast.BoolOp) else seen
     if has_call(piece) and seen != wanted and _is_plain(seen) and _is_plain(wanted):
-        alone = write_alone(failing, piece)
+        alone = write_script(failing, piece)
         if alone is not None:
             seen, wanted = (text if text.startswith("a ") else f"`{text}`" for text in (seen, wanted))
             return Symptom("wrong value", *alone, seen, wanted)
-    alone = write_alone(failing, asserted.test) if has_call(asserted.test) else None
-    alone = alone or write_alone(failing, asserted)
+    alone = write_script(failing, asserted.test) if has_call(asserted.test) else None
+    alone = alone or write_script(failing, asserted)
     return alone and Symptom("untrue", *alone)
 
 
 def has_call(node: ast.AST) -> bool:
-    """Whether it calls something."""
+    """Whether a node contains a call."""
     return any(isinstance(entry, ast.Call) for entry in ast.walk(node))
 
 
 def _is_plain(value: str) -> bool:
-    """Whether a value is shown whole and the same each time."""
+    """Whether a value is shown completely and deterministically."""
     return (
         bool(value) and len(value) <= _MOST_VALUE and not re.search(r"\.\.\.|0x[0-9a-f]{6}|`|\b_[a-z]", value)
     )

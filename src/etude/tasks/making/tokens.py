@@ -1,4 +1,4 @@
-"""Tokens of code in any text: files that do not parse, documentation, prose."""
+"""Tokenises code in any text (files that do not parse, documentation, prose), and compares texts by lines."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ _STRING = re.compile(r"""^[rbufRBUF]{0,2}(\"\"\"|'''|"|')(.*)\1$""", re.DOTALL)
 
 
 def code_tokens(text: str) -> list[str]:
-    """Names, numbers, operators, and strings with one kind of quotes; comments and blanks left out."""
+    """Names, numbers, operators, and strings with normalised quotes; without comments and blanks."""
     found = (token for token in _TOKEN.findall(text) if not token.startswith("#"))
     return [_STRING.sub(r'"\2"', token) if token[-1] in "\"'" else token for token in found]
 
 
 def runs(tokens: Sequence[str], length: int) -> Iterator[tuple[str, ...]]:
-    """Every run of so many tokens, in order."""
+    """All n-grams (runs of `length` tokens), in order."""
     return (tuple(tokens[at : at + length]) for at in range(len(tokens) - length + 1))
 
 
 def changed_lines(before: str, after: str) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
-    """Per difference: lines [first, last) of the one and of the other text, counted from 0."""
+    """For each hunk: its line ranges [first, last) in the first and in the second text, counted from 0."""
     old, new = before.split("\n"), after.split("\n")
     head = 0
     while head < min(len(old), len(new)) and old[head] == new[head]:
@@ -42,7 +42,7 @@ def changed_lines(before: str, after: str) -> Iterator[tuple[tuple[int, int], tu
 
 
 def changed_text(before: str, after: str) -> tuple[str, str]:
-    """What a difference removes and adds, whole lines."""
+    """The removed and the added lines of a difference."""
     old, new = before.split("\n"), after.split("\n")
     spans = list(changed_lines(before, after))
     removed = "\n".join("\n".join(old[slice(*one)]) for one, _ in spans)

@@ -1,7 +1,7 @@
-"""Past changes, undone in the project's present text: bugs and missing features of human shape.
+"""Undoes past changes in the project's current text, which gives realistic bugs and missing features.
 
-before ──┐ one commit or release           the present text
-after  ──┴──> hunks ──> those whose lines are still there, as they were before
+before ──┐ one commit or release           the current text
+after  ──┴──> hunks ──> those whose lines are unchanged since, in their earlier state
                  ├── all of a change: `undone change`
                  └── one of them:     `dropped hunk`
 """
@@ -13,22 +13,22 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from etude.tasks.making.changes import Change, Place, each_once, split_of
+from etude.tasks.making.changes import Change, Place, split_of, unique_changes
 from etude.tasks.making.source import Function, Source, is_test_path, read_tree
 from etude.tasks.making.tokens import changed_lines
 
 _GAP = 2
-"""Lines that are the same between two differences of one hunk, at most."""
+"""Most unchanged lines between two differences of one hunk."""
 _MOST_HUNKS = 8
-"""Of a change that is undone as a whole: more than one instruction can describe."""
+"""Most hunks of a change that is undone as a whole: an instruction cannot describe more."""
 
 
 @dataclass(frozen=True, slots=True)
 class PastChange:
-    """What one commit or release, which changed tests too, made of modules: path -> text."""
+    """Modules before and after a commit or release that also changed tests: path -> text."""
 
     before: Mapping[str, str]
-    """A module that is missing here was added."""
+    """Without modules that were added."""
     after: Mapping[str, str]
 
 
@@ -36,7 +36,7 @@ class PastChange:
 class _Hunk:
     source: Source
     first: int
-    """Lines [first, last) of the present text, counted from 0."""
+    """Lines [first, last) of the current text, counted from 0."""
     last: int
     before: tuple[str, ...]
 
@@ -48,12 +48,12 @@ class _Hunk:
 
 
 def plan_undone(sources: Mapping[str, str], past: Iterable[PastChange]) -> Iterator[Change]:
-    """Every past change that can be undone, in order, each before its single hunks; each text once.
+    """Every past change that can be undone, in order, each followed by its single hunks, without duplicates.
 
-    A change over modules of several splits is undone in those of one at a time, a large one module by module,
-    or only by its hunks. Hunks whose lines, or those next to them, were changed again since are left out.
+    A change over modules of several splits is undone for each split separately, a large one by module, or
+    only by hunk. Skips hunks whose lines or adjacent lines were changed again since.
     """
-    return each_once(change for one in past for change in _plan(one, sources))
+    return unique_changes(change for one in past for change in _plan(one, sources))
 
 
 def _plan(past: PastChange, sources: Mapping[str, str]) -> list[Change | None]:
@@ -86,7 +86,7 @@ def _find_hunks(path: str, past: PastChange, sources: Mapping[str, str]) -> Iter
 
 
 def _groups(hunks: Sequence[_Hunk]) -> list[list[_Hunk]]:
-    """The hunks that are undone together."""
+    """Groups of hunks that are undone together."""
     splits: dict[str, list[_Hunk]] = {}
     modules: dict[str, list[_Hunk]] = {}
     for hunk in hunks:
@@ -97,30 +97,30 @@ def _groups(hunks: Sequence[_Hunk]) -> list[list[_Hunk]]:
 
 
 def _undo(operator: str, hunks: Sequence[_Hunk]) -> Change | None:
-    """None where nothing that runs differs, or what is left is no Python."""
+    """The change; None if the executed code does not differ, or the result is invalid Python."""
     files: dict[str, str] = {}
     for source in dict.fromkeys(hunk.source for hunk in hunks):
         lines = source.text.split("\n")
         for hunk in reversed([hunk for hunk in hunks if hunk.source is source]):
             lines[hunk.first : hunk.last] = hunk.before
         text = "\n".join(lines)
-        running = _dump_running(text)
-        if running is None:
+        executed = _dump_executed(text)
+        if executed is None:
             return None
-        if running != _dump_running(source.text):
+        if executed != _dump_executed(source.text):
             files[source.path] = text
     places = tuple(hunk.place for hunk in hunks if hunk.source.path in files)
     return Change("past_change", operator, files, places) if files else None
 
 
 @lru_cache(maxsize=8)
-def _dump_running(text: str) -> str | None:
+def _dump_executed(text: str) -> str | None:
     tree = read_tree(text)
-    return None if tree is None else ast.dump(_Running().visit(tree))
+    return None if tree is None else ast.dump(_ExecutedOnly().visit(tree))
 
 
-class _Running(ast.NodeTransformer):
-    """Leaves what runs of a module: no docstrings, annotations and imports."""
+class _ExecutedOnly(ast.NodeTransformer):
+    """Removes docstrings, annotations and imports of a module."""
 
     def visit_Expr(self, node: ast.Expr) -> ast.Expr | None:
         return None if isinstance(node.value, ast.Constant) else node

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from etude.config import CheckpointConfig
 from etude.errors import CheckpointError
-from etude.kit.durable import move, old_of, recover_directory
+from etude.kit.durable import move, recover_directory, retired_path
 from etude.observe import MetricSink, Observer
 from etude.training.checkpoints.files import FileFlaw, Flaw, find_flaws, partial_of
 from etude.training.checkpoints.saving import read_state
@@ -106,7 +106,7 @@ def find_resumable(latest: Path, metrics: MetricSink, observer: Observer) -> Pat
     Raises CheckpointError if there are some and none is intact: starting over would discard their contents.
     """
     recover_directory(latest)
-    replaced = old_of(latest)
+    replaced = retired_path(latest)
     candidates = [path for path in (latest, replaced) if path.exists()]
     candidates += [entry.path for entry in reversed(History(latest).entries())]
     flaws: list[FileFlaw] = []

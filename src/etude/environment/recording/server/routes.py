@@ -32,7 +32,7 @@ from etude.errors import EtudeError, StoreError, UserError
 from etude.records import RewardBreakdown, SamplingParams, Status, TrajectoryId
 from etude.serving.access import AccessError, bearer_of
 from etude.serving.answers import EventStream, Sending
-from etude.serving.application import read_parsed, unless_gone
+from etude.serving.application import read_parsed, unless_disconnected
 from etude.serving.describing import answering, described
 from etude.serving.errors import BodyTooLargeError, ErrorAnswer, OpenAIErrors
 from etude.tokens.chat.answers import collect_answers, encode_event, stream_answers
@@ -199,7 +199,7 @@ async def _answer(
         return EventStream(
             Sending(stream_answers(events, writer), describe, encode_event, lambda status: sent.close())
         )
-    return JSONResponse(await unless_gone(request, collect_answers(events, writer)))
+    return JSONResponse(await unless_disconnected(request, collect_answers(events, writer)))
 
 
 # ---- trainers ------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from etude.inference.router.server.proxy import OpenAnswer, Proxy, ReplicaAddres
 from etude.inference.router.types import NoReplicaError, ReplicaState
 from etude.kit.tasks import off_loop
 from etude.serving.access import AccessError
-from etude.serving.application import build_application, read_body, unless_gone
+from etude.serving.application import build_application, read_body, unless_disconnected
 from etude.serving.describing import answering
 from etude.serving.errors import BodyTooLargeError, OpenAIErrors, RouteError
 from etude.serving.metrics import Labels
@@ -113,7 +113,7 @@ async def _forward(request: Request) -> Response:
     body = await read_body(request, proxy.config.limits.body_bytes)
     asked = await off_loop(len(body), read_hints, request.headers, body, proxy.config.pool)
     opening = proxy.open(asked, request.method, target, request.headers.raw, body)
-    opened = await unless_gone(request, opening)
+    opened = await unless_disconnected(request, opening)
     headers = {**_kept(opened.answer.headers), REPLICA_HEADER: opened.replica}
     if opened.rest is None:
         return Response(opened.first, opened.answer.status_code, headers)

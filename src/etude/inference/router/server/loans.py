@@ -10,7 +10,7 @@ from etude.errors import EtudeError, PartLostError
 from etude.inference.router.borrowing import LoanBook, ReplicaLoan
 from etude.inference.router.types import ReplicaState
 from etude.kit.tasks import Tasks
-from etude.serving.client import Answer, read_json, refused
+from etude.serving.client import Answer, answer_error, read_json
 
 if TYPE_CHECKING:
     from etude.inference.router.server.proxy import Proxy
@@ -68,7 +68,7 @@ class LoanKeeper:
         try:
             answer = await self._ask("POST", loan.replica, _LEND_S, body)
             if answer.status_code != _CREATED:
-                raise refused(answer)
+                raise answer_error(answer)
             granted = read_json(answer)
             loan.id, loan.token = granted["id"], granted["token"]
         except (EtudeError, KeyError, TypeError) as error:
