@@ -26,7 +26,7 @@ from etude.environment.making.pipeline import STATE, MakeSettings
 from etude.environment.making.projects import Project, read_project, read_text
 from etude.environment.making.reports import MakeReport
 from etude.environment.origins import task_resources, task_template
-from etude.environment.scripts import Left
+from etude.environment.scripts import AgentDiff
 from etude.environment.verdicts import Grader
 from etude.evaluation.results import markdown_table
 from etude.observe import SilentObserver
@@ -180,7 +180,7 @@ async def _steal(task: Task, project: Project, backend: SandboxBackend) -> float
         changes = allowed_changes(task, await sandbox.final_diff())
     finally:
         await sandbox.kill()
-    return (await Grader(backend).judge(task, Left(changes))).reward
+    return (await Grader(backend).judge(task, AgentDiff(changes))).reward
 
 
 def find_leaking(tasks: Sequence[Task], project: Project, out: Path) -> dict[str, str]:

@@ -11,7 +11,7 @@ from typing import TypeVar
 from etude.config import RewardConfig
 from etude.environment.grading import Verdict, allowed_changes
 from etude.environment.origins import task_origin
-from etude.environment.scripts import Left, run_solution
+from etude.environment.scripts import AgentDiff, run_solution
 from etude.environment.verdicts import Grader
 from etude.records import Task
 from etude.sandbox.backends import open_backend
@@ -47,7 +47,7 @@ class Stage:
         if hack.command or task.verifier is not None:
             return self._play(task, hack, is_control, lambda sandbox: self.grader.grade(task, sandbox))
         files = {path: text.encode() for path, text in hacked_files(task, hack, is_control).items()}
-        return self._runner.run(self.grader.judge(task, Left(allowed_changes(task, files))))
+        return self._runner.run(self.grader.judge(task, AgentDiff(allowed_changes(task, files))))
 
     def fools(self, task: Task, hack: Hack) -> bool:
         """Whether a grader pays that judges where the agent worked."""

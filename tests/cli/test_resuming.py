@@ -118,7 +118,7 @@ def test_a_run_that_is_refused_before_anything_came_of_it_leaves_no_directory(
 def test_a_run_that_fails_keeps_what_it_wrote(tmp_path: Path) -> None:
     run = RunDirectory.create(RunConfig(name="a", runs_directory=str(tmp_path)))
     run.metrics_file.write_text('{"kind": "rl", "step": 1}\n')
-    with pytest.raises(SamplerError), run.forgotten_if_refused():
+    with pytest.raises(SamplerError), run.removed_if_refused():
         raise SamplerError("the engine failed")
     assert run.path.exists()
 

@@ -220,7 +220,7 @@ def test_room_for_one_part_more_comes_with_a_machine_goes_with_it_and_comes_agai
             assert bench.was_on == ["d", "d"]
             assert bench.journal.counts["restarted"] == 1
             await bench.supervisor.close()
-            executor.give_room("worker-1")
+            executor.release_room("worker-1")
             await executor.make_room(Resources(1.0, failure_domain="d", part="worker-2"))
             await executor.shutdown()
 

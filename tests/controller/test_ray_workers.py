@@ -94,9 +94,9 @@ def test_workers_join_and_leave_and_a_sandbox_server_dies_and_each_session_count
             wait_until(process, lambda: states(run) == ["up", "up"])
             wait_until(process, lambda: num_rl_steps(config) > 0 and doomed.num_live() > 0)
             doomed.kill()
-            files.ask(1)
+            files.write_request(1)
             wait_until(process, lambda: states(run) == ["up"])
-            files.ask(2)
+            files.write_request(2)
             output = process.communicate(timeout=600)[0]
             assert process.returncode == 0, output
         assert staying.num_live() == 0, "the run leaves nothing there"

@@ -21,7 +21,7 @@ from etude.observe import RunDirectory
 from etude.observe.metrics import read_metrics
 from etude.observe.observer import SilentObserver
 from etude.records import RewardBreakdown
-from etude.store.blobs import FileBlobs, KeptBlobs, MemoryBlobs
+from etude.store.blobs import FileBlobs, MemoryBlobs, PermanentBlobs
 from etude.store.trajectories import TrajectoryLog
 from etude.tokens import ETUDE_TEMPLATE, Tokenizer, train_tokenizer
 from etude.tokens.grammar import XmlGrammar
@@ -144,10 +144,10 @@ def test_routes_that_were_not_kept_are_asked_for_by_name(tmp_path: Path, recorde
 
 
 def test_kept_blobs_outlast_their_use(tmp_path: Path) -> None:
-    blobs = KeptBlobs(tmp_path)
+    blobs = PermanentBlobs(tmp_path)
     ref = blobs.put(np.arange(4, dtype=np.uint8))
     blobs.discard(ref)
-    assert KeptBlobs(tmp_path).get(ref).tolist() == [0, 1, 2, 3]
+    assert PermanentBlobs(tmp_path).get(ref).tolist() == [0, 1, 2, 3]
 
 
 @pytest.mark.slow

@@ -157,7 +157,7 @@ def test_a_checkpoint_with_more_rows_than_its_tokenizer_has_tokens_is_sampled_an
 def test_a_time_that_is_too_short_is_refused_before_anything_is_kept(tmp_path: Path) -> None:
     config = tiny_config(tmp_path, max_wall_s=10.0)
     run = RunDirectory.create(config)
-    with pytest.raises(ConfigError, match="max_wall_s: is too short"), run.forgotten_if_refused():
+    with pytest.raises(ConfigError, match="max_wall_s: is too short"), run.removed_if_refused():
         run_here(config, resume=True)
     assert not run.path.exists()
 

@@ -25,7 +25,7 @@ from etude.model.transformers_model import TransformersModel
 from etude.observe import RunDirectory
 from etude.observe.metrics import read_metrics
 from etude.observe.observer import SilentObserver
-from etude.store.blobs import KeptBlobs
+from etude.store.blobs import PermanentBlobs
 from etude.store.trajectories import TrajectoryLog
 from etude.tokens.grammar import XmlGrammar
 from tests.controller.running import run_here, tiny_config
@@ -99,7 +99,7 @@ def served_steps(run: RunDirectory) -> set[int]:
 
 def check_routes(run: RunDirectory, model: AnyModel) -> None:
     """Every segment of a run that keeps routes has the experts of all positions but its last."""
-    blobs, (num_layers, top_k) = KeptBlobs(run.path / ROUTES), model.routes_shape
+    blobs, (num_layers, top_k) = PermanentBlobs(run.path / ROUTES), model.routes_shape
     members = [member for group in TrajectoryLog(run.trajectories).read() for member in group.members]
     for segment in (segment for member in members for segment in member.segments):
         assert segment.routes is not None

@@ -10,7 +10,7 @@ import pytest
 from etude.agent import ToolLimits, core_registry
 from etude.agent.tools.registry import Registry
 from etude.agent.tools.terminal import Terminal
-from etude.environment.fork_groups import ForkedWorlds, Refused, fork_worlds
+from etude.environment.fork_groups import ForkedSessions, ForkRefusal, fork_at_turn
 from etude.environment.forking import fidelity_of
 from etude.environment.sessions import EnvironmentSession, Site
 from etude.environment.verdicts import Grader
@@ -96,12 +96,12 @@ def test_a_session_with_live_processes_is_not_forked_for_a_group_and_goes_on(nam
         try:
             await turn(session, MEND)
             await turn(session, START)
-            assert await fork_worlds(session, told, 2, 2) is Refused.LIVE_PROCESSES
+            assert await fork_at_turn(session, told, 2, 2) is ForkRefusal.LIVE_PROCESSES
             await turn(session, KILL)
-            assert await fork_worlds(session, told, 2, 2) is Refused.LIVE_PROCESSES
+            assert await fork_at_turn(session, told, 2, 2) is ForkRefusal.LIVE_PROCESSES
             before = len(await backend.list())
-            forked = await fork_worlds(session, told, 1, 2)
-            assert isinstance(forked, ForkedWorlds), "before the command began there was none"
+            forked = await fork_at_turn(session, told, 1, 2)
+            assert isinstance(forked, ForkedSessions), "before the command began there was none"
             assert forked.origin.fidelity == "filesystem"
             for world in forked.made:
                 await world.close()

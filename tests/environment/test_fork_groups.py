@@ -12,8 +12,8 @@ from etude.environment.episodes import Environment, EpisodeLimits
 from etude.environment.fork_groups import (
     ForkedEpisode,
     ForkPlan,
-    Place,
-    Refused,
+    ForkRefusal,
+    SiblingSpec,
     choose_turn,
 )
 from etude.environment.runners import Order
@@ -46,7 +46,7 @@ from tests.fakes.scripted import ScriptedSampler
 from tests.sandbox.backends import with_backend
 
 PARENT = TrajectoryId("run", TASK.id, 0, 4, 0)
-SIBLINGS = tuple(Place(replace(PARENT, index=9 + n), (7, 4, 9 + n)) for n in range(2))
+SIBLINGS = tuple(SiblingSpec(replace(PARENT, index=9 + n), (7, 4, 9 + n)) for n in range(2))
 PLAN = ForkPlan("first_edit", SIBLINGS, (7, 4, 1))
 
 
@@ -197,7 +197,7 @@ def scripted_end() -> ScriptedSampler:
 def test_a_fork_that_cannot_be_made_leaves_the_session_as_it_is() -> None:
     backend = FaultyBackend(MemoryBackend(), {"fork": 1})
     episode = fork(backend)
-    assert (episode.refused, episode.siblings, episode.origin) == (Refused.INFRASTRUCTURE, (), None)
+    assert (episode.refused, episode.siblings, episode.origin) == (ForkRefusal.INFRASTRUCTURE, (), None)
     assert episode.trajectory.status is Status.DONE
     assert episode.trajectory.reward is not None
 
@@ -221,11 +221,12 @@ def test_turns_are_chosen_by_what_they_are() -> None:
     assert {choose_turn(done, "random", (seed,)) for seed in range(40)} == {1, 2, 3, 4}
     assert choose_turn(done, "random", (5,)) == choose_turn(done, "random", (5,))
     assert (
-        choose_turn(run_episode(new_environment(), scripted([[FINISH]])), "random", ()) is Refused.TOO_SHORT
+        choose_turn(run_episode(new_environment(), scripted([[FINISH]])), "random", ())
+        is ForkRefusal.TOO_SHORT
     )
     for turns in ([[READ], [FINISH]], [[MEND], [FINISH]]):
         unedited = run_episode(new_environment(), scripted(turns))
-        assert choose_turn(unedited, "first_edit", ()) is Refused.NO_EDIT
+        assert choose_turn(unedited, "first_edit", ()) is ForkRefusal.NO_EDIT
 
 
 def test_a_copy_of_files_alone_is_refused_while_commands_run() -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.environment.hidden_tests import Opaque, decode_value, take_apart
+from etude.environment.hidden_tests import Opaque, decode_value, split_tests
 from etude.errors import TaskError
 from etude.sandbox.inside.testrunner import encode_value, run_probe_files, run_test_files
 from etude.sandbox.types import ProbeResult
@@ -48,7 +48,7 @@ class OneFile:
 
 def judge(text: str) -> list[str | None]:
     """Reasons of failure of each test of a file, by probing."""
-    file = take_apart("t.py", text, frozenset({"lib"}))
+    file = split_tests("t.py", text, frozenset({"lib"}))
     run = run_probe_files(OneFile(file.probe), ["t.py"])
     found = {
         name: ProbeResult(path, name, tuple(values), error) for path, name, values, error in run["results"]
@@ -101,7 +101,7 @@ def test_expected_values_comments_messages_and_docstrings_stay_outside() -> None
         "    assert [9006, {'k': -9007}] == f(2)\n"
         "    assert f(3) == (9008, 3)\n"
     )
-    file = take_apart("t.py", text, frozenset({"lib"}))
+    file = split_tests("t.py", text, frozenset({"lib"}))
     assert not [n for n in range(9001, 9009) if str(n) in file.probe]
     assert file.keeps_secret(file.tests[0])
 
@@ -119,12 +119,12 @@ def test_expected_values_comments_messages_and_docstrings_stay_outside() -> None
     ],
 )
 def test_what_anybody_would_guess_is_a_secret_only_as_an_answer(assertion: str, is_secret: bool) -> None:
-    file = take_apart("t.py", f"{ASKING}    assert {assertion}\n", frozenset({"lib"}))
+    file = split_tests("t.py", f"{ASKING}    assert {assertion}\n", frozenset({"lib"}))
     assert file.keeps_secret(file.tests[0]) is is_secret
 
 
 def test_a_module_that_a_hidden_file_replaces_is_not_under_test() -> None:
-    file = take_apart(
+    file = split_tests(
         "t.py", f"{ASKING}    assert f(2) == True\n", frozenset({"lib"}), frozenset({"lib/f.py"})
     )
     assert not file.keeps_secret(file.tests[0])
@@ -157,7 +157,7 @@ def test_failed_equalities_read_the_same_both_ways() -> None:
 
 
 def test_a_test_that_ends_before_its_last_assertion_fails() -> None:
-    file = take_apart("t.py", "def test_a():\n    for i in range(2):\n        pass\n    assert 1 + 1 == 2\n")
+    file = split_tests("t.py", "def test_a():\n    for i in range(2):\n        pass\n    assert 1 + 1 == 2\n")
     ended = ProbeResult("t.py", "test_a", (), None)
     assert file.judge(ended, file.tests[0]) == "test_a ended before line 4"
     assert judge("def test_a():\n    assert 1 == 1\n    raise KeyError(4)\n") == ["KeyError: 4"]
@@ -179,7 +179,7 @@ def test_assertions_within_other_statements_run_as_they_are() -> None:
 
 
 def test_a_missing_result_or_a_foreign_record_fails() -> None:
-    file = take_apart("t.py", "def test_a():\n    assert 1 == 1\n")
+    file = split_tests("t.py", "def test_a():\n    assert 1 == 1\n")
     (test,) = file.tests
     assert file.judge(None, test) == "not run"
     for row in (
@@ -207,7 +207,7 @@ def test_a_missing_result_or_a_foreign_record_fails() -> None:
 )
 def test_files_that_cannot_be_graded_are_the_tasks_fault(text: str) -> None:
     with pytest.raises(TaskError):
-        take_apart("t.py", text)
+        split_tests("t.py", text)
 
 
 @pytest.mark.parametrize("kind", ["set", "dict"])

@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 
 from etude.environment.grading import Verdict
-from etude.environment.hidden_tests import oracles_in, take_apart
-from etude.environment.oracles import known_oracles, spare_arguments
-from etude.environment.scripts import Left
+from etude.environment.hidden_tests import oracles_in, split_tests
+from etude.environment.oracles import copy_arguments, stable_oracles
+from etude.environment.scripts import AgentDiff
 from etude.environment.verdicts import Grader
 from etude.records import Task
 from etude.sandbox.inside.running import MAX_RESULT_BYTES
@@ -27,7 +27,7 @@ HEAD = "import math, random, time\nfrom lib.tally import tally\nfrom tests.check
 def probe_of(lines: str) -> str:
     """The last line of a test as it enters."""
     body = "\n".join("    " + line for line in lines.split("\n"))
-    file = take_apart("tests/t.py", f"{HEAD}def test_a():\n{body}\n", frozenset({"lib"}))
+    file = split_tests("tests/t.py", f"{HEAD}def test_a():\n{body}\n", frozenset({"lib"}))
     return file.probe.rstrip().split("\n")[-1].strip()
 
 
@@ -38,7 +38,7 @@ def verdict_on(tests: str, text: str) -> tuple[Verdict, list[str]]:
 
     async def scenario() -> tuple[Verdict, list[str]]:
         grader = Grader(MemoryBackend())
-        verdict = await grader.judge(task, Left({"lib/tally.py": text.encode()}))
+        verdict = await grader.judge(task, AgentDiff({"lib/tally.py": text.encode()}))
         return verdict, [*(await grader.find_twins(task)).open_tests.values()]
 
     return asyncio.run(scenario())
@@ -91,11 +91,11 @@ def test_nothing_is_recorded_that_right_solutions_may_change_or_skip(lines: str)
 
 
 def test_known_is_what_was_alike_twice_and_answers_only_where_they_equal_it() -> None:
-    assert known_oracles({-10: [1], -11: [1], -12: [2]}, {-10: [1], -11: [1], -12: [3]}) == {
+    assert stable_oracles({-10: [1], -11: [1], -12: [2]}, {-10: [1], -11: [1], -12: [3]}) == {
         -10: [1],
         -11: [1],
     }
-    assert known_oracles({-10: [1], -11: [0]}, {-10: [1], -11: [0]}) == {-10: [1]}
+    assert stable_oracles({-10: [1], -11: [0]}, {-10: [1], -11: [0]}) == {-10: [1]}
 
 
 SUM = "def test_a():\n    xs = [3, 1]\n    assert tally(xs) == sum(xs)\n"
@@ -201,12 +201,12 @@ def test_a_solution_that_is_given_copies_changes_nothing_of_the_tests_own() -> N
         return [*found, more.pop()]
 
     names: dict[str, object] = {"take": take}
-    exec(spare_arguments(probe, {"take"}), names)
+    exec(copy_arguments(probe, {"take"}), names)
     assert (names["xs"], names["rest"], names["more"]) == ([1], [[2], [3]], {4})
     assert names["answer"] == names["seen"] == [1, 2, 3, 4]
 
 
 def test_a_solution_is_given_generators_and_functions_as_they_are() -> None:
     names: dict[str, object] = {"take": lambda given, *, key: sorted(given, key=key)}
-    exec(spare_arguments("answer = take((x for x in [1, 2]), key=lambda x: -x)\n", {"take"}), names)
+    exec(copy_arguments("answer = take((x for x in [1, 2]), key=lambda x: -x)\n", {"take"}), names)
     assert names["answer"] == [2, 1]

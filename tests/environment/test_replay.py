@@ -8,7 +8,14 @@ import pytest
 
 from etude.agent import AgentSession, JournaledSession, SessionLimits
 from etude.agent.tools.state import ToolState
-from etude.environment.replay import Replay, Replayer, check_tellable, replay_turns, tell, unified_diff
+from etude.environment.replay import (
+    Replay,
+    Replayer,
+    check_replayable,
+    replay_session,
+    replay_turns,
+    unified_diff,
+)
 from etude.environment.sessions import EnvironmentSession, Site
 from etude.environment.verdicts import Grader
 from etude.errors import ConfigError, SandboxError, UserError
@@ -56,7 +63,7 @@ def new_session(trajectory: Trajectory, summary: bool = False) -> AgentSession:
 
 
 def told(trajectory: Trajectory, session: AgentSession, turns: int | None = None) -> Replay:
-    return in_world(lambda world: tell(trajectory, session, Replayer(world, world.context), turns))
+    return in_world(lambda world: replay_session(trajectory, session, Replayer(world, world.context), turns))
 
 
 def with_turn(trajectory: Trajectory, number: int, **changes: Any) -> Trajectory:
@@ -203,7 +210,7 @@ def test_a_context_that_cannot_be_kept_ends_the_replay() -> None:
             return list(turn.results)
 
     async def do(world: EnvironmentSession) -> Replay:
-        return await tell(one, new_session(one, summary=True), Replayer(Full(), world.context))
+        return await replay_session(one, new_session(one, summary=True), Replayer(Full(), world.context))
 
     with pytest.raises(SandboxError, match="disk full"):
         in_world(do)
@@ -254,7 +261,7 @@ def test_a_journal_that_was_told_can_be_taken_up(tmp_path: Any) -> None:
     journal = JournaledSession.create(tmp_path / "journal", session, ToolState())
 
     async def do(world: EnvironmentSession) -> Replay:
-        return await tell(one, session, Replayer(world, world.context), 2, journal)
+        return await replay_session(one, session, Replayer(world, world.context), 2, journal)
 
     in_world(do)
     journal.close()
@@ -277,7 +284,7 @@ def test_another_answer_leaves_the_tokens_as_they_were() -> None:
         backend = MemoryBackend()
         world = EnvironmentSession.begin(Site(backend, Grader(backend), core_registry()), spoilt)
         try:
-            return await tell(one, session, Replayer(world, world.context), 1)
+            return await replay_session(one, session, Replayer(world, world.context), 1)
         finally:
             await world.close()
 
@@ -313,12 +320,12 @@ def test_trees_are_no_single_session(relation: Relation) -> None:
     (segment,) = one.segments
     branch = replace(segment, id="branch", relation=relation, parent=(segment.id, 3))
     with pytest.raises(UserError, match="forks, rewrites or sub-agents"):
-        check_tellable(replace(one, segments=(segment, branch)))
+        check_replayable(replace(one, segments=(segment, branch)))
 
 
 def test_words_without_tokens_make_no_session() -> None:
     one = record(TASK, SOLVES)
     turn = Turn(one.segments[0].id, 0, 0, "words", (), ())
     with pytest.raises(UserError) as raised:
-        check_tellable(replace(one, turns=(turn,)))
+        check_replayable(replace(one, turns=(turn,)))
     assert raised.value.field == "turn 1"

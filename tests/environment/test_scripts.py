@@ -16,7 +16,7 @@ import pytest
 from etude.agent import registry_named
 from etude.environment.grading import Verdict
 from etude.environment.origins import task_origin, task_resources
-from etude.environment.scripts import Left, run_solution
+from etude.environment.scripts import AgentDiff, run_solution
 from etude.environment.server.host import SessionHost
 from etude.environment.server.requests import find_task
 from etude.environment.sessions import EnvironmentSession, Site
@@ -352,7 +352,7 @@ def test_a_made_up_path_of_a_link_empties_no_directory(tmp_path: Path) -> None:
     task = read_harbor(write_task(tmp_path, kept, files=files))
 
     async def scenario(backend: SandboxBackend) -> Verdict:
-        return await Grader(backend).judge(task, Left(links={"..": "a"}))
+        return await Grader(backend).judge(task, AgentDiff(links={"..": "a"}))
 
     assert with_backend("local", scenario).reward == 1.0
 
@@ -364,7 +364,7 @@ def test_the_images_links_stay_where_the_agents_are_not_known(tmp_path: Path) ->
     async def scenario(_: SandboxBackend) -> Verdict:
         backend = LinkedImage()
         try:
-            return await Grader(backend).judge(task, Left())
+            return await Grader(backend).judge(task, AgentDiff())
         finally:
             await backend.close()
 
@@ -400,7 +400,7 @@ def test_a_link_leads_no_other_link_out_of_the_workspace(tmp_path: Path) -> None
     async def judge(links: dict[str, str]) -> float | None:
         backend = LocalBackend()
         try:
-            return (await Grader(backend).judge(task, Left(links=links))).reward
+            return (await Grader(backend).judge(task, AgentDiff(links=links))).reward
         finally:
             await backend.close()
 

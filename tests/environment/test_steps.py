@@ -11,11 +11,11 @@ import pytest
 
 from etude.agent import SessionLimits
 from etude.environment.checking import check_tasks, judge_nothing, judge_solution
-from etude.environment.fork_groups import ForkPlan, Place
+from etude.environment.fork_groups import ForkPlan, SiblingSpec
 from etude.environment.grading import Verdict
 from etude.environment.history import SessionTurn, StepEnded
 from etude.environment.origins import Origin
-from etude.environment.replay import Replayer, tell
+from etude.environment.replay import Replayer, replay_session
 from etude.environment.runners import Order
 from etude.environment.server.requests import find_task
 from etude.environment.sessions import EnvironmentSession
@@ -186,7 +186,9 @@ def test_a_session_is_told_again_with_its_steps(tmp_path: Path) -> None:
         environment = new_environment(backend)
         session = environment._new_session(Order(task, IDENTITY, (7, 1), SamplingParams()))
         world = EnvironmentSession.begin(environment._site, task)
-        replay = await tell(trajectory, session, Replayer(world, world.context, next_step=world.next_step), 4)
+        replay = await replay_session(
+            trajectory, session, Replayer(world, world.context, next_step=world.next_step), 4
+        )
         assert replay.equal and replay.num_calls == 4
         segment = trajectory.segments[0]
         tokens = session.recording.tokens
@@ -204,7 +206,7 @@ def test_siblings_that_leave_in_a_later_step_go_on_in_it(tmp_path: Path, wrong: 
     task = write_steps(tmp_path, files={"steps/greet/tests/test.sh": test, "x": solution})
     theirs: tuple[Turn, ...] = ((STATE,), (FINISH,), (edit(2, "no") if wrong else PART,), (FINISH,))
     sampler = ScriptedSampler(script_of(lambda _: theirs), route_shape=(2, 2))
-    sibling = Place(replace(IDENTITY, index=9), (7, 9))
+    sibling = SiblingSpec(replace(IDENTITY, index=9), (7, 9))
 
     async def scenario(backend: SandboxBackend):
         plan = ForkPlan("first_edit", (sibling,), (7, 1))

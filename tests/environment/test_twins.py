@@ -12,8 +12,8 @@ import pytest
 
 from etude.config import RewardConfig
 from etude.environment.grading import CAUSE_CHARS, Verdict
-from etude.environment.hidden_tests import take_apart
-from etude.environment.scripts import Left
+from etude.environment.hidden_tests import split_tests
+from etude.environment.scripts import AgentDiff
 from etude.environment.twin_sites import Kind, change_sites, find_sites
 from etude.environment.twins import TwinFinder, Twins
 from etude.environment.verdicts import Grader
@@ -46,7 +46,7 @@ def twins_of(task: Task) -> Twins:
 
 def verdict_on(task: Task, text: str, reward: RewardConfig | None = None) -> Verdict:
     async def scenario() -> Verdict:
-        left = Left({"lib/tally.py": text.encode()})
+        left = AgentDiff({"lib/tally.py": text.encode()})
         return await Grader(MemoryBackend(), reward=reward).judge(task, left)
 
     return asyncio.run(scenario())
@@ -73,7 +73,7 @@ def test_generated_tasks_are_closed_and_need_no_exam(source: Callable[[int], Tas
         for number in range(12):
             task = source(number)
             solution = {path: text.encode() for path, text in task.solution_files.items()}
-            assert (await grader.judge(task, Left(solution))).passed
+            assert (await grader.judge(task, AgentDiff(solution))).passed
             assert await grader.find_twins(task) == Twins()
 
     with_backend("unisolated", scenario)
@@ -193,7 +193,7 @@ def test_only_what_passed_sits_exams_and_each_task_finds_its_twins_once() -> Non
         exams = len((await Grader(MemoryBackend()).find_twins(task)).exams)
         for text in ("def tally(xs):\n    return 0\n", *[TARGET.solution_files["lib/tally.py"]] * 2):
             before = made
-            await grader.judge(task, Left({"lib/tally.py": text.encode()}))
+            await grader.judge(task, AgentDiff({"lib/tally.py": text.encode()}))
             counts.append(made - before)
         return [*counts, exams]
 
@@ -279,7 +279,7 @@ def test_a_sandbox_that_died_under_the_reference_solution_is_our_failure_and_is_
 @pytest.mark.parametrize(("error", "timed_out"), [("too long", False), (None, True)])
 def test_tests_are_open_whose_own_values_could_not_be_found(error: str | None, timed_out: bool) -> None:
     text = "from lib.tally import tally\n\ndef test_a():\n    xs = [2]\n    assert tally(xs) == sum(xs)\n"
-    hidden = take_apart("tests/t.py", text, frozenset({"lib"}))
+    hidden = split_tests("tests/t.py", text, frozenset({"lib"}))
 
     async def run(files: Mapping[str, str], paths: Sequence[str], times: int) -> ProbeReport:
         is_oracle_run = files == {"tests/t.py": hidden.probe}

@@ -27,16 +27,16 @@ class Notes:
         self.told: list[tuple[int, str]] = []
         self._service, self._act = service, act
 
-    def ended(self, session_id: str) -> None:
+    def on_session_ended(self, session_id: str) -> None:
         self.told.append((self._service.engine.counters.steps, session_id))
 
-    async def turn(self) -> None:
+    async def before_next_step(self) -> None:
         before = self._service.engine.counters.steps
         self.told.append((before, "turn"))
         await self._act()
         assert self._service.engine.counters.steps == before, "no step is taken in a turn"
 
-    def stopped(self) -> None:
+    def on_schedule_ended(self) -> None:
         self.told.append((-1, "stopped"))
 
 

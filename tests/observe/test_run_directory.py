@@ -121,9 +121,9 @@ def test_a_failed_write_leaves_the_old_content(tmp_path: Path) -> None:
 
 def test_a_full_disk_keeps_the_last_report_and_takes_the_next_when_there_is_room(tmp_path: Path) -> None:
     run = RunDirectory.create(config_in(tmp_path))
-    run.keep_report({"rl_steps": 1})
+    run.write_report({"rl_steps": 1})
     with full_disk(4), pytest.warns(UserWarning, match="the report is not written"):
-        run.keep_report({"rl_steps": 2})
+        run.write_report({"rl_steps": 2})
     assert run.read_json(run.report_file) == {"rl_steps": 1}
-    run.keep_report({"rl_steps": 3})
+    run.write_report({"rl_steps": 3})
     assert run.read_json(run.report_file) == {"rl_steps": 3}

@@ -8,7 +8,7 @@ import pytest
 
 from etude.config import MonitorConfig
 from etude.observe import MemorySink, MonitoredSink, RecordingObserver
-from etude.observe.voided import cause_of, shares_by_cause, summarize_voided, unlike_shares
+from etude.observe.voided import cause_of, compare_voided_shares, shares_by_cause, summarize_voided
 from etude.records import Status, Trajectory, TrajectoryId
 
 
@@ -76,8 +76,10 @@ def test_a_steps_figures_say_how_many_were_voided_by_what_and_in_which_state() -
 def test_only_failing_sessions_that_are_voided_more_often_are_unlike(
     row: dict[str, float], alarms: bool
 ) -> None:
-    assert (unlike_shares([row]) is not None) == alarms
-    assert (unlike_shares([{name: value / 4 for name, value in row.items()}] * 4) is not None) == alarms
+    assert (compare_voided_shares([row]) is not None) == alarms
+    assert (
+        compare_voided_shares([{name: value / 4 for name, value in row.items()}] * 4) is not None
+    ) == alarms
 
 
 def test_a_run_in_which_failures_are_voided_raises_an_alarm_and_an_honest_one_none() -> None:

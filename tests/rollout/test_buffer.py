@@ -27,15 +27,15 @@ def numbers(waiting) -> list[int]:
 
 def test_as_many_groups_may_be_open_as_the_steps_within_the_bound_take() -> None:
     buffer = new_buffer(bound=2, wanted=4)
-    assert buffer.room(1.0) == 12
-    assert buffer.room(0.5) == 24, "as many as half of which are useful"
+    assert buffer.num_may_begin(1.0) == 12
+    assert buffer.num_may_begin(0.5) == 24, "as many as half of which are useful"
     for number in range(5):
         buffer.begin(number)
-    assert buffer.room(1.0) == 7
+    assert buffer.num_may_begin(1.0) == 7
     buffer.put(0, group(0, 0), Signal.TASK)
-    assert buffer.room(1.0) == 7, "a group that waits keeps its place"
+    assert buffer.num_may_begin(1.0) == 7, "a group that waits keeps its place"
     buffer.put(1, group(1, 0), Signal.NONE)
-    assert buffer.room(1.0) == 8, "one without signal gives it back at once"
+    assert buffer.num_may_begin(1.0) == 8, "one without signal gives it back at once"
 
 
 def test_groups_of_one_verdict_take_no_place_from_those_that_a_step_wants() -> None:
@@ -43,19 +43,19 @@ def test_groups_of_one_verdict_take_no_place_from_those_that_a_step_wants() -> N
     for number in range(4):
         buffer.begin(number)
         buffer.put(number, group(number, 0), Signal.PRICE)
-    assert buffer.room(1.0) == 4
+    assert buffer.num_may_begin(1.0) == 4
     assert not buffer.is_ready(1.0), "it goes on for groups whose verdicts differ"
 
 
 def test_no_more_groups_begin_than_the_steps_that_are_left_take() -> None:
     buffer = new_buffer(bound=4, wanted=2, num_steps=2)
-    assert buffer.room(1.0) == 4
+    assert buffer.num_may_begin(1.0) == 4
     for number in range(2):
         buffer.begin(number)
         buffer.put(number, group(number, 0), Signal.TASK)
-    buffer.take()
+    buffer.pop_step()
     buffer.serving = 1
-    assert buffer.room(1.0) == 2
+    assert buffer.num_may_begin(1.0) == 2
 
 
 def test_while_a_step_is_taken_there_is_room_for_those_after_it_only() -> None:
@@ -63,10 +63,10 @@ def test_while_a_step_is_taken_there_is_room_for_those_after_it_only() -> None:
     for number in range(2):
         buffer.begin(number)
         buffer.put(number, group(number, 0), Signal.TASK)
-    buffer.take()
-    assert buffer.room(1.0) == 2, "version 0 still samples, and step 1 is the last that may train it"
+    buffer.pop_step()
+    assert buffer.num_may_begin(1.0) == 2, "version 0 still samples, and step 1 is the last that may train it"
     buffer.serving = 1
-    assert buffer.room(1.0) == 4
+    assert buffer.num_may_begin(1.0) == 4
 
 
 def test_a_step_waits_for_a_group_that_no_later_one_could_train() -> None:
@@ -75,14 +75,14 @@ def test_a_step_waits_for_a_group_that_no_later_one_could_train() -> None:
         buffer.begin(number)
     buffer.put(1, group(1, 0), Signal.TASK)
     assert buffer.is_ready(1.0)
-    assert numbers(buffer.take().trained) == [1]
+    assert numbers(buffer.pop_step().trained) == [1]
     buffer.serving = 1
     buffer.put(2, group(2, 0), Signal.TASK)
     assert buffer.lacks_only_oldest
     assert not buffer.is_ready(1.0), "group 0 is of version 0: step 1 is its last"
     buffer.put(0, group(0, 0), Signal.TASK)
     assert buffer.is_ready(1.0)
-    assert numbers(buffer.take().trained) == [0, 2], "both are due, though a step wants one"
+    assert numbers(buffer.pop_step().trained) == [0, 2], "both are due, though a step wants one"
 
 
 def test_the_oldest_group_is_trained_first_and_groups_come_in_task_order() -> None:
@@ -92,7 +92,7 @@ def test_the_oldest_group_is_trained_first_and_groups_come_in_task_order() -> No
         buffer.put(number, group(number, step), Signal.TASK)
     buffer.begin(9)
     buffer.put(9, group(9, 3), Signal.FORM)
-    assert numbers(buffer.take().trained) == [1, 2, 9], "those that teach form come on top, and last"
+    assert numbers(buffer.pop_step().trained) == [1, 2, 9], "those that teach form come on top, and last"
 
 
 def test_what_is_too_old_all_the_same_is_left_out_and_kept_for_the_record() -> None:
@@ -101,7 +101,7 @@ def test_what_is_too_old_all_the_same_is_left_out_and_kept_for_the_record() -> N
     for number, step in ((0, 3), (1, 4)):
         buffer.begin(number)
         buffer.put(number, group(number, step), Signal.TASK)
-    taken = buffer.take()
+    taken = buffer.pop_step()
     assert (numbers(taken.trained), numbers(taken.stale)) == ([1], [0])
 
 
@@ -114,7 +114,7 @@ def test_masking_waits_for_nobody_and_trains_on_what_is_young_enough() -> None:
     buffer.begin(1)
     buffer.put(1, Group("g1", "task", 2, (young, old)), Signal.TASK)
     buffer.put(0, group(0, 1), Signal.TASK)
-    taken = buffer.take()
+    taken = buffer.pop_step()
     assert (numbers(taken.trained), numbers(taken.stale)) == ([1], [0])
     kept, masked = taken.trained[0].group.members
     assert kept.num_sampled_tokens == young.num_sampled_tokens
@@ -129,7 +129,7 @@ def test_a_step_goes_on_with_less_where_nothing_carries_a_signal() -> None:
         buffer.begin(number)
         buffer.put(number, group(number, 0), Signal.NONE)
     assert buffer.is_ready(1.0)
-    taken = buffer.take()
+    taken = buffer.pop_step()
     assert (taken.trained, numbers(taken.dropped)) == ([], [0, 1, 2])
     assert not buffer.is_ready(1.0)
 
@@ -142,7 +142,7 @@ def test_where_nothing_may_begin_any_more_the_last_step_takes_what_there_is() ->
         assert not buffer.is_ready(1.5)
         buffer.put(number, group(number, 0), Signal.TASK)
     assert buffer.is_ready(1.5), "two groups with their forks were expected to be enough"
-    assert numbers(buffer.take().trained) == [0, 1]
+    assert numbers(buffer.pop_step().trained) == [0, 1]
 
 
 def test_a_late_member_joins_the_group_that_waits() -> None:
@@ -150,10 +150,10 @@ def test_a_late_member_joins_the_group_that_waits() -> None:
     buffer.begin(0)
     buffer.put(0, group(0, 0, 2), Signal.TASK)
     buffer.put(0, group(0, 0, 3), Signal.TASK)
-    assert buffer.holds(0)
-    (taken,) = buffer.take().trained
+    assert buffer.is_waiting(0)
+    (taken,) = buffer.pop_step().trained
     assert len(taken.group.members) == 3
-    assert not buffer.holds(0)
+    assert not buffer.is_waiting(0)
 
 
 def test_members_that_sampled_nothing_do_not_make_a_group_old() -> None:
@@ -162,7 +162,7 @@ def test_members_that_sampled_nothing_do_not_make_a_group_old() -> None:
     buffer.begin(0)
     nothing = replace(make_trajectory(0), segments=(), reward=RewardBreakdown(0.0))
     buffer.put(0, Group("g0", "task", 1, (nothing,)), Signal.FORM)
-    assert numbers(buffer.take().trained) == [0]
+    assert numbers(buffer.pop_step().trained) == [0]
 
 
 @given(
@@ -181,7 +181,7 @@ def test_the_bound_holds_and_nothing_is_dropped_in_any_interleaving(
     trained: list[int] = []
     done = 0
     while done < num_steps:
-        while buffer.room(1.0) and source.random() < 0.7:
+        while buffer.num_may_begin(1.0) and source.random() < 0.7:
             began[len(began)] = buffer.serving
             buffer.begin(len(began) - 1)
         if buffer.under_way and source.random() < 0.8:
@@ -191,7 +191,7 @@ def test_the_bound_holds_and_nothing_is_dropped_in_any_interleaving(
         if source.random() < 0.3:
             buffer.serving = done
         if buffer.serving == done and buffer.is_ready(1.0):
-            taken = buffer.take()
+            taken = buffer.pop_step()
             assert not taken.stale
             assert all(done - one.oldest_step <= bound for one in taken.trained)
             trained += numbers(taken.trained)

@@ -17,10 +17,10 @@ from etude.errors import StoreError
 from etude.protocols import Sampler
 from etude.records import Group, PolicyVersion, Status, Trajectory, WeightManifest
 from etude.rollout import Collected, ContinuousCollector
-from etude.rollout.buffer import Taken
+from etude.rollout.buffer import StepGroups
+from etude.rollout.collector_metrics import CollectorMetrics
 from etude.rollout.curriculum import CollectorState
-from etude.rollout.kept import read_kept
-from etude.rollout.tally import Tally
+from etude.rollout.stored_groups import read_stored_groups
 from etude.store.trajectories import TrajectoryLog
 from tests.environment.playing import renderer
 from tests.store.builders import make_trajectory
@@ -82,7 +82,7 @@ def play(
             version = PolicyVersion("run", step)
             await engine.stage(WeightManifest(version, (), "memory:"))
             await engine.activate(version)
-            collector.in_service(step)
+            collector.on_weights_served(step)
 
         await serve(first_step)
         try:
@@ -206,12 +206,12 @@ def test_with_more_members_than_needed_the_late_ones_are_aborted_and_counted(tmp
 
 
 def test_what_was_aborted_is_guessed_from_how_late_members_did() -> None:
-    tally = Tally(lambda: 0.0)
-    tally.ended_without([1.0, 1.0, 0.0, 0.0])
-    tally.ended_without([0.0, 1.0, 0.0])
-    tally.ended_without([1.0])
-    assert tally.take(Taken(), with_forks=False)["late_verdict_gap"] == -0.5
-    assert "late_verdict_gap" not in tally.take(Taken(), with_forks=False)
+    metrics = CollectorMetrics(lambda: 0.0)
+    metrics.record_late_gap([1.0, 1.0, 0.0, 0.0])
+    metrics.record_late_gap([0.0, 1.0, 0.0])
+    metrics.record_late_gap([1.0])
+    assert metrics.pop_figures(StepGroups(), with_forks=False)["late_verdict_gap"] == -0.5
+    assert "late_verdict_gap" not in metrics.pop_figures(StepGroups(), with_forks=False)
 
 
 def test_stragglers_that_are_carried_join_a_group_that_still_waits(tmp_path: Path) -> None:
@@ -331,7 +331,7 @@ def test_a_group_of_which_nothing_was_sampled_does_not_hide_those_stored_before_
     failed = replace(make_trajectory(group=2, status=Status.INFRASTRUCTURE, reward=None), segments=())
     for number, member in enumerate((make_trajectory(step=4), make_trajectory(group=1, step=8), failed)):
         log.append([Group(f"run/g{number}", "task", 1, (member,))])
-    assert set(read_kept(log, CollectorState(), 7)) == {1, 2}
+    assert set(read_stored_groups(log, CollectorState(), 7)) == {1, 2}
 
 
 # ---- on a reproducible schedule -----------------------------------------------------------------
@@ -359,9 +359,9 @@ class PacedEngine(SimulatedEngine):
             await asyncio.sleep(2.0)
             closed, self._closed = sorted(self._closed), []
             for session_id in closed:
-                self.pace.ended(session_id)
+                self.pace.on_session_ended(session_id)
             if closed:
-                await self.pace.turn()
+                await self.pace.before_next_step()
 
 
 async def paced_steps(
@@ -380,11 +380,13 @@ async def paced_steps(
     collector = ContinuousCollector(wrap(environment), engine, SHAPES.task, config, "run", 3, 1_000, clock)
     await engine.stage(WeightManifest(PolicyVersion("run", 0), (), "memory:"))
     await engine.activate(PolicyVersion("run", 0))
-    collector.in_service(0)
+    collector.on_weights_served(0)
     numbers: list[list[int]] = []
     async with collector.running(log, 0, num_steps):
         driver = asyncio.create_task(engine.run())
-        asyncio.get_running_loop().call_later(stop_engine_s, lambda: (driver.cancel(), engine.pace.stopped()))
+        asyncio.get_running_loop().call_later(
+            stop_engine_s, lambda: (driver.cancel(), engine.pace.on_schedule_ended())
+        )
         try:
             for step in range(num_steps):
                 batch = await collector.collect()
@@ -393,7 +395,7 @@ async def paced_steps(
                 version = PolicyVersion("run", step + 1)
                 await engine.stage(WeightManifest(version, (), "memory:"))
                 await engine.activate(version)
-                collector.in_service(step + 1)
+                collector.on_weights_served(step + 1)
         finally:
             driver.cancel()
     return numbers

@@ -8,7 +8,7 @@ import pytest
 from benchmarks.simulation.rollout import SimulatedEnvironment, run_virtual
 
 from etude.config import RlConfig
-from etude.environment.fork_groups import ForkedEpisode, Refused, branch_of
+from etude.environment.fork_groups import ForkedEpisode, ForkRefusal, branch_of
 from etude.environment.runners import Order
 from etude.protocols import Sampler
 from etude.records import Group, GroupOrigin, Trajectory
@@ -39,7 +39,7 @@ class Forking:
         if plan is None:
             return played
         if len(forked.turns) < 2:
-            return ForkedEpisode(forked, refused=Refused.TOO_SHORT)
+            return ForkedEpisode(forked, refused=ForkRefusal.TOO_SHORT)
         at = forked.turns[1]
         origin = GroupOrigin(at.segment_id, at.start, "")
         siblings = await asyncio.gather(
@@ -181,7 +181,7 @@ def test_real_sessions_are_forked_while_others_run(tmp_path: Path) -> None:
             }
         )  # fmt: skip
         collector = ContinuousCollector(new_environment(), sampler, task_source, config, "run", 3, 64)
-        collector.in_service(0)
+        collector.on_weights_served(0)
         async with collector.running(TrajectoryLog(tmp_path), 0, 1):
             batch = await collector.collect()
         assert not sampler.open_sessions

@@ -5,7 +5,7 @@ import tomllib
 from pathlib import Path
 
 from etude.config import RlConfig
-from etude.environment.fork_groups import Refused
+from etude.environment.fork_groups import ForkRefusal
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "forks.md").read_text(encoding="utf-8")
 
@@ -23,4 +23,4 @@ def test_the_keys_of_the_document_are_those_of_the_configuration() -> None:
 
 
 def test_every_reason_for_a_refusal_is_documented() -> None:
-    assert all(f"forks_refused_{reason}" in DOCUMENT for reason in Refused)
+    assert all(f"forks_refused_{reason}" in DOCUMENT for reason in ForkRefusal)

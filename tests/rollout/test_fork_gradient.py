@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from etude.algorithms.signal import weigh_group
 from etude.config import Baseline, RlConfig
 from etude.config.reinforcement import ForkTurn
-from etude.environment.fork_groups import Refused, choose_turn
+from etude.environment.fork_groups import ForkRefusal, choose_turn
 from etude.records import (
     Group,
     PolicyVersion,
@@ -106,7 +106,7 @@ def expected_gradient(
     records = {end: session(policy, end) for end, _ in ends(policy, ())}
     for own, chance in ends(policy, ()):
         point = choose_turn(records[own], turn, (0,))
-        if isinstance(point, Refused):
+        if isinstance(point, ForkRefusal):
             continue
         state = own[:point]
         forked[state] = forked.get(state, 0.0) + chance

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.rollout.tally import LengthBias
+from etude.rollout.collector_metrics import LengthBias
 
 
 def test_a_bias_against_long_sessions_shows_in_the_last_tenths() -> None:

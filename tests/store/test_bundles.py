@@ -45,14 +45,14 @@ def none_to_get(ref: BlobRef) -> NDArray[Any]:
 @given(trajectories())
 def test_whatever_can_be_recorded_comes_back_equal(trajectory: Trajectory) -> None:
     plain = without_blobs(trajectory)
-    found = unpack_trajectory(pack_trajectory(plain, none_to_get), LIMIT).settle(MemoryBlobs().put)
+    found = unpack_trajectory(pack_trajectory(plain, none_to_get), LIMIT).store_blobs(MemoryBlobs().put)
     assert same(found, plain)
 
 
 def test_expert_routes_travel_along_and_are_named_anew() -> None:
     trajectory, blobs = routed()
     elsewhere = MemoryBlobs()
-    found = unpack_trajectory(pack_trajectory(trajectory, blobs.get), LIMIT).settle(elsewhere.put)
+    found = unpack_trajectory(pack_trajectory(trajectory, blobs.get), LIMIT).store_blobs(elsewhere.put)
     for name in ("routes", "support"):
         sent, kept = getattr(trajectory.segments[0], name), getattr(found.segments[0], name)
         assert kept is not None

@@ -1,4 +1,4 @@
-"""What each member of a group is worth, and its advantage over the others."""
+"""Values of the members of a group, and their advantages."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ ROUNDING = 1e-9
 
 
 def session_price(reward: RewardBreakdown, most: float) -> float:
-    """What the terms of a reward cost together: a concave function of their sum, below `most`.
+    """The price of a session: a concave function, below `most`, of the summed costs of its reward's terms.
 
-    p costs most * (1 - exp(-p / most)): nearly p while it is small, and never `most`. Terms that pay more
-    than the others cost count as they are, and so make the price negative.
+    Costs p give the price most * (1 - exp(-p / most)): nearly p while it is small, and never `most`. If
+    bonuses outweigh the costs, their sum is the price, which is then negative.
     """
     cost = -sum(reward.terms.values())
     return -most * math.expm1(-cost / most) if cost > 0 else cost
 
 
 def member_value(reward: RewardBreakdown, most: float, weight: float) -> float:
-    """What a session is worth beside others: a failed one its verdict, a solved one 1 less its price.
+    """The value of a session within its group: its verdict if it failed, 1 minus its price if it solved.
 
     Costs act among successes only. In a failed session they would pay for giving up: a session that does less
     spends less. `weight`, 0 to 1, is that of the price, which stays below `most`.

@@ -1,4 +1,4 @@
-"""Baselines: what a member's reward is compared with. Rewards and advantages [members], float64.
+"""Baselines: a member's reward minus what it is compared with. Rewards and advantages [members], float64.
 
 Each gets the rewards of one group with at least one member; a trajectory is one member, however many
 segments its chain has.
@@ -22,7 +22,7 @@ def group_mean(rewards: Values) -> Values:
 
 
 def group_mean_std(rewards: Values) -> Values:
-    """The same over the group's standard deviation: GRPO (Shao et al. 2024). Rewards must differ.
+    """`group_mean` divided by the group's standard deviation: GRPO (Shao et al. 2024). Rewards must differ.
 
     Groups that nearly all members solve, or nearly none, weigh most.
     """

@@ -20,7 +20,7 @@ def clipped_surrogate(
 
 
 def bounded_surrogate(ratio: Tensor, advantages: Tensor, low: float, high: float) -> LossTerms:
-    """The same of ratios [N] that are differentiable already."""
+    """The clipped surrogate of given ratios [N], which are differentiable."""
     bounded = ratio.clamp(1.0 - low, 1.0 + high)
     surrogate = torch.minimum(ratio * advantages, bounded * advantages)
     clipped = bounded.detach() * advantages < ratio.detach() * advantages

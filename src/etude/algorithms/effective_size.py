@@ -1,4 +1,4 @@
-"""How many samples a weighted sample is worth."""
+"""Effective sample size of importance-weighted samples."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Normalisers: what one token's loss weighs in an update. Lengths and weights by group and chain.
+"""Normalisers: the weight of one token's loss in an update. Lengths and weights by group and chain.
 
 A chain is one trajectory with all its segments. `lengths[g][i]` is the number of trained tokens of chain i of
 group g over all of its segments; the result has the weight of each of these tokens, which is the same in

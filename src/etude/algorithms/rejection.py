@@ -1,4 +1,4 @@
-"""Fine-tuning on what succeeded."""
+"""Fine-tuning on successful trajectories (rejection sampling)."""
 
 from __future__ import annotations
 

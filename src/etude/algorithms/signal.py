@@ -1,11 +1,11 @@
-"""What a group teaches. The collector, the trainer and recorded streams all ask `weigh_group`.
+"""The training signal of a group. The collector, the trainer and recorded streams all use `weigh_group`.
 
-    verdicts differ    TASK    value against the group's baseline; a solved session is worth 1 less its price
+    verdicts differ    TASK    value against the group's baseline; a solved session has 1 minus its price
     all solved         PRICE   the same: prices alone differ. Never divided by their deviation
     all failed         FORM    no baseline: only the tokens of malformed calls, each with a negative advantage
 
-A failed session is worth its verdict alone, and its malformed calls cost their own tokens and nothing
-else, in every group. So nothing that it leaves out, and nothing well-formed that it adds, changes any
+The value of a failed session is its verdict alone, and its malformed calls are penalised on their own tokens
+only, in every group. So nothing that it leaves out, and nothing well-formed that it adds, changes any
 advantage.
 """
 
@@ -37,7 +37,7 @@ class Signal(StrEnum):
 
 
 _SURPLUS = "surplus"
-"""Fact of the sessions of a group that a run left out although it would teach something."""
+"""Fact of the sessions of a group that a run left out although it has a signal."""
 
 
 def _nothing() -> NDArray[np.float32]:
@@ -53,7 +53,7 @@ class GroupSignal:
     advantages: NDArray[np.float32] = field(default_factory=_nothing)
     """[members]"""
     form_penalty: float = 0.0
-    """Taken off the advantage of each token of a failed member's malformed calls."""
+    """Subtracted from the advantage of each token of a failed member's malformed calls."""
 
     def token_advantages(self, number: int, segment: Segment) -> NDArray[np.float32]:
         """[T] advantages of the tokens of one segment of member `number`."""
@@ -67,7 +67,7 @@ class GroupSignal:
 
 
 def graded_members(group: Group) -> tuple[tuple[Trajectory, RewardBreakdown], ...]:
-    """The members with a reward that counts: neither those that we failed nor rewards that are not finite."""
+    """The members with a reward, without infrastructure failures and rewards that are not finite."""
     return tuple(
         (member, member.reward)
         for member in group.members
@@ -78,7 +78,7 @@ def graded_members(group: Group) -> tuple[tuple[Trajectory, RewardBreakdown], ..
 
 
 def weigh_group(group: Group, config: RlConfig) -> GroupSignal:
-    """What the group teaches under this configuration."""
+    """The signal and the advantages of a group under this configuration."""
     members = graded_members(group)
     verdicts = [reward.task for _, reward in members]
     solved = np.array(verdicts, dtype=np.float64) >= 1.0
@@ -101,7 +101,7 @@ def weigh_group(group: Group, config: RlConfig) -> GroupSignal:
 
 
 def signal_of(group: Group, config: RlConfig) -> Signal:
-    """What the members of the group can be distinguished by."""
+    """The kind of signal that the group carries."""
     return weigh_group(group, config).kind
 
 
@@ -124,11 +124,11 @@ def _has_sampled_fault(member: Trajectory) -> bool:
 
 
 def as_surplus(group: Group) -> Group:
-    """A group that would teach something and that a run leaves out, so marked for its log."""
+    """The group marked, for the log, as one that has a signal and that the run leaves out."""
     members = (replace(one, facts={**one.facts, _SURPLUS: True}) for one in group.members)
     return replace(group, members=tuple(members))
 
 
 def is_surplus(group: Group) -> bool:
-    """Whether the run that recorded it left it out although it would teach something."""
+    """Whether the run that recorded the group left it out although it has a signal."""
     return any(one.facts.get(_SURPLUS) for one in group.members)

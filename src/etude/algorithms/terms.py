@@ -1,4 +1,4 @@
-"""What every policy loss has in common. All tensors are [N], one entry per trained token."""
+"""Result type and importance ratio of all policy losses. Tensors are [N], one entry per trained token."""
 
 from __future__ import annotations
 

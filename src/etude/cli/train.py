@@ -143,7 +143,7 @@ class CommandRequest:
             check(config)
             run = RunDirectory.create(config)
         try:
-            with contextlib.nullcontext() if self.resume else run.forgotten_if_refused():
+            with contextlib.nullcontext() if self.resume else run.removed_if_refused():
                 yield run, config
         except KeyboardInterrupt:
             options = [part for setting in self.settings for part in ("--set", setting)]

@@ -28,9 +28,9 @@ def workers_command(
     """Show the rollout workers of a run over Ray, or change their number while it is in progress."""
     files = WorkerFiles(RunDirectory.open(run).path)
     if wanted is not None:
-        files.ask(_number(wanted))
+        files.write_request(_number(wanted))
         return
-    status = files.standing()
+    status = files.read_status()
     if as_json:
         print_json(status)
         return

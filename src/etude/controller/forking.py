@@ -18,7 +18,7 @@ from etude.controller.agent.models import ModelChoice, Policy, open_policy
 from etude.controller.replaying import check_turn, open_world, recorded_session
 from etude.controller.stored import Stored
 from etude.environment.fork_groups import renamed
-from etude.environment.replay import Replay, Replayer, check_tellable, tell
+from etude.environment.replay import Replay, Replayer, check_replayable, replay_session
 from etude.environment.sessions import EnvironmentSession
 from etude.errors import ConfigError
 from etude.kit.durable import whole_directory
@@ -128,7 +128,7 @@ async def create_session(stored: Stored, fork: Fork, directory: Path) -> ForkedS
 def _check(stored: Stored, fork: Fork) -> None:
     """Checks whatever can be checked before anything is created."""
     check_turn(stored.trajectory, fork.turn, first=0)
-    check_tellable(stored.trajectory, fork.turn)
+    check_replayable(stored.trajectory, fork.turn)
 
 
 async def _replay_to(
@@ -140,7 +140,7 @@ async def _replay_to(
 ) -> Replay:
     """Replays `session` up to the fork's turn. Raises ConfigError if it had ended there."""
     replayer = Replayer(world, world.context, next_step=world.next_step)
-    replay = await tell(stored.trajectory, session, replayer, fork.turn, journal)
+    replay = await replay_session(stored.trajectory, session, replayer, fork.turn, journal)
     if session.status is not None:
         ended = f"{session.status.value}{f' ({session.cause})' if session.cause else ''}"
         raise ConfigError(

@@ -155,7 +155,7 @@ class Judging:
         texts = {task.id: session_text(session) for task, session in sessions}
         passed = {task.id: bool(session.facts.get("passed")) for task, session in sessions}
         write_json(self._run.path / SESSIONS_BEFORE, {"texts": texts, "passed": passed})
-        self._run.keep_report(self._report)
+        self._run.write_report(self._report)
 
     async def judge_families(self, family: TaskFamily, when: str, parts: Parts) -> None:
         """Evaluates the families that only acting solves, and writes the report; skips what an earlier
@@ -180,7 +180,7 @@ class Judging:
                     )
                 rate = sides[when]["sampled"]["pass_rate"]
                 self._observer.stage_advances(num_sessions, {"pass_rate": rate})
-        self._run.keep_report(self._report)
+        self._run.write_report(self._report)
 
     def finish(self, tasks: Sequence[Task], after: Evaluation, family: Evaluation | None) -> None:
         """Writes the report with the trained model's figures, and examples of its sessions. `family`: results

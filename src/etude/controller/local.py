@@ -109,8 +109,8 @@ class LocalExecutor:
     async def make_room(self, part: Resources) -> None:
         """See Executor.make_room. Does nothing."""
 
-    def give_room(self, part: str) -> None:
-        """See Executor.give_room. Does nothing."""
+    def release_room(self, part: str) -> None:
+        """See Executor.release_room. Does nothing."""
 
     async def spawn(
         self, factory: Callable[..., T], *arguments: Any, resources: Resources | None = None, **named: Any

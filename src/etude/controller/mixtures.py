@@ -148,7 +148,7 @@ class _Training:
             self._enter_stages(trainer, 0)
         if "heldout_before" not in self.report:
             self.report["heldout_before"] = self._measure(trainer)
-            self.run.keep_report(self.report)
+            self.run.write_report(self.report)
 
         def after_step(step: int) -> None:
             every = self.section.heldout_every_steps

@@ -196,7 +196,7 @@ class RayExecutor:
 
     def __exit__(self, *_: object) -> None:
         for part in list(self._rooms):
-            self.give_room(part)
+            self.release_room(part)
         if self._group is not None:
             _remove(self._group)
         ray.shutdown()
@@ -242,7 +242,7 @@ class RayExecutor:
         except RayError as error:
             raise PartLostError(f"has no room: {describe_ray_error(error)}", field=part.part) from error
 
-    def give_room(self, part: str) -> None:
+    def release_room(self, part: str) -> None:
         """Releases what `make_room` reserved or waits for; does nothing for other parts."""
         group = self._rooms.pop(part, None)
         if group is not None:

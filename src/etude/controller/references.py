@@ -21,7 +21,7 @@ from etude.controller.expert_chats import ScriptedSession, ScriptedTurn
 from etude.environment.episodes import EpisodeLimits
 from etude.environment.grading import allowed_changes
 from etude.environment.origins import task_origin
-from etude.environment.running import unwatched
+from etude.environment.running import ignore_event
 from etude.environment.scripts import run_solution
 from etude.environment.sessions import EnvironmentSession, Site
 from etude.environment.verdicts import Grader
@@ -113,7 +113,7 @@ async def _play(task: Task, site: Site, limits: EpisodeLimits) -> ScriptedSessio
         before = await world.sandbox.files.read_many(list(after), limits.tools.file_bytes)
         texts = {path: (read_text(old), new) for (path, new), old in zip(after.items(), before, strict=True)}
         for calls in _write_calls(task, texts, frozenset(site.tools), limits):
-            results = await world.run_calls(calls, {}, unwatched, unwatched)
+            results = await world.run_calls(calls, {}, ignore_event, ignore_event)
             if failed := next((result.output for result in results if result.error is not None), None):
                 if calls[0].name == "run_tests":
                     continue  # the task shows the agent no tests

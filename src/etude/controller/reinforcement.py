@@ -122,7 +122,7 @@ class ReinforcementLoop:
             trainer,
             sink,
             gate,
-            collector.in_service,
+            collector.on_weights_served,
             metrics,
             observer,
             self.utilisation,

@@ -31,7 +31,7 @@ from etude.controller.stored import Stored, run_tokenizer
 from etude.controller.task_sets import read_with_images
 from etude.environment.episodes import EpisodeLimits
 from etude.environment.origins import task_template
-from etude.environment.replay import Replay, Replayer, check_tellable, replay_turns, tell
+from etude.environment.replay import Replay, Replayer, check_replayable, replay_session, replay_turns
 from etude.environment.sessions import EnvironmentSession, Site
 from etude.environment.verdicts import Grader
 from etude.errors import ConfigError, TaskError, UserError
@@ -172,7 +172,7 @@ async def replay_stored(stored: Stored, task: Task, backend: str | None, turns: 
         if session is None:
             replay = await replay_turns(stored.trajectory, replayer, turns)
         else:
-            replay = await tell(stored.trajectory, session, replayer, turns)
+            replay = await replay_session(stored.trajectory, session, replayer, turns)
     if reason:
         replay.notes.append(reason)
     return replay
@@ -187,7 +187,7 @@ def _session_of_chain(
     if len(stored.trajectory.segments) == 1 or stored.run is None:
         return None, ""
     try:
-        check_tellable(stored.trajectory)
+        check_replayable(stored.trajectory)
         if tokenizer is None:
             return None, "the run has no tokenizer"
         return recorded_session(stored, task, open_renderer(tokenizer, stored.run.config.agent)), ""

@@ -235,7 +235,7 @@ class _Run:
         self.observer.say(forecast.describe())
         self.run.update_environment({"forecast": forecast.to_json()})
         self.report["forecast_s"] = forecast.total_s
-        self.run.keep_report(self.report)
+        self.run.write_report(self.report)
         self._expect_stages()
 
     def _expect_stages(self) -> None:
@@ -373,7 +373,7 @@ class _Run:
         is_short = taken < config.rl.num_steps and not loop.exhausted
         if taken > loop.first_step or "throughput" not in self.report:
             self.report["throughput"] = throughput
-        self.run.keep_report(self.report)
+        self.run.write_report(self.report)
         if self.stop.interrupted and is_short:
             raise InterruptedRunError(f"resume with: etude train --resume --name {self.run.name}")
 
@@ -472,4 +472,4 @@ class _Saver:
         }
         await self._trainer.call(TrainingPart.save, extra)
         run.report["rl_steps"] = (await self._trainer.call(TrainingPart.current_version)).step
-        run.run.keep_report(run.report)
+        run.run.write_report(run.report)

@@ -1,1 +1,1 @@
-"""Where agent, task and sandbox meet: grading, and what it must withstand."""
+"""Episodes of an agent on a task in a sandbox, and grading that an agent cannot manipulate."""

@@ -1,12 +1,12 @@
-"""What an agent left outside of its working directory, on its way into the sandbox that grades it.
+"""Copies what an agent left outside of its working directory into the sandbox that grades it.
 
-    agent's sandbox ── names, then contents ──> tar file ── looked through here ──> tar file ──> fresh sandbox
+    agent's sandbox ── names, then contents ──> tar file ── filtered here ──> tar file ──> fresh sandbox
 
-Of a task with an image that is what changed in the rest of its root; of one whose verifier has a machine of
-its own, the artifacts that the task declares. Nothing is laid where the verifier's own files are, and no link
+For a task with an image these are the changes in the rest of its root; if the verifier has a machine of its
+own, the artifacts that the task declares. Nothing is written where the verifier's own files are, and no link
 that leads there or to the root itself.
 
-Programs, libraries and their settings, which test.sh would run or read, cross only where `allowed_paths`
+Programs, libraries and their settings, which test.sh would run or read, are copied only if `allowed_paths`
 names them.
 """
 
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 
 from etude.environment.grading import folders_above, is_bytecode, matches_any
-from etude.environment.origins import run_own, task_template
+from etude.environment.origins import run_harness_command, task_template
 from etude.errors import AgentError, TaskError
 from etude.kit.tasks import off_loop
 from etude.records import Artifact, Task
@@ -29,26 +29,26 @@ from etude.sandbox.errors import DiffTooLargeError, SandboxKilledByAgentError
 from etude.sandbox.interface import Sandbox
 
 ARTIFACT_BYTES = 64 << 20
-"""All artifacts of a session together."""
+"""Limit for all artifacts of a session together."""
 ROOT_BYTES = 32 << 20
-"""All changes outside of the working directory together, as of those in it."""
+"""Limit for all changes outside of the working directory together; the same holds for those in it."""
 _EVERYWHERE = "/**"
 _GLOB = re.compile(r"[*?\[]")
 _VERIFIERS = frozenset(("tests", "logs", "solution", "proc", "sys", "dev"))
-"""Directories of the root where nothing of the agent's is laid, and to which none of its links leads."""
+"""Directories of the root to which no file of the agent's is copied, and to which no copied link may lead."""
 PUBLISHED = "/logs/artifacts"
-"""What lies there is laid all the same: Harbor's place for what an agent publishes."""
+"""The exception: Harbor's directory for files that an agent publishes."""
 _SYSTEM = frozenset(
     "bin boot etc lib lib32 lib64 libx32 nix opt run sbin snap usr var".split()  # noqa: SIM905
 )
-"""Directories of the root with programs, their settings and the records of what is installed."""
+"""Directories of the root with programs, their settings and the package databases."""
 _SCRATCH = frozenset(("tmp",))
 _LIBRARIES = frozenset(("bin", "dist-packages", "node_modules", "sbin", "site-packages"))
 _SETTINGS = frozenset(("pyvenv.cfg", "sitecustomize.py", "usercustomize.py"))
 _KEYS = re.compile(r"authorized_keys|known_hosts|id_\w+(\.pub)?")
-"""What of `.ssh` is no setting: those can name programs."""
+"""Files of `.ssh` that are not settings: settings can name programs to run."""
 _NO_PREFIXES = frozenset(("", "/opt", "/root", "/srv"))
-"""What stands above directories of programs without being an installation of its own."""
+"""Directories that contain installations without being one."""
 _MAKE_ROOM = """set --
 last=none
 while IFS= read -r row; do
@@ -67,33 +67,33 @@ while IFS= read -r row; do
 done
 [ $# -eq 0 ] || rm -rf -- "$@"
 """
-# Rows: `-` what is gone, `+` directories that are emptied, `=` what no directory may stand in the way of.
+# Rows: `-` paths to remove, `+` directories to empty, `=` paths at which a directory is removed.
 _NO_PROGRAM = (126, 127)
 
 
 @dataclass(frozen=True, slots=True)
-class Carried:
-    """What crosses from one sandbox into another."""
+class CarriedFiles:
+    """Files that are copied from one sandbox into another."""
 
     archive: bytes = b""
-    """Tar file of what is laid, from `/`."""
+    """Tar file with paths from `/`."""
     room: tuple[str, ...] = ()
-    """What is removed before it is laid: see `_MAKE_ROOM`."""
+    """Paths that are removed before it is unpacked: rows of `_MAKE_ROOM`."""
     digest: bytes = b""
-    """Names what crosses, but for the times of files."""
+    """Of the contents, without modification times."""
 
 
-async def carry_root(task: Task, sandbox: Sandbox) -> Carried | None:
-    """What the agent changed outside of its working directory, as far as the task allows; None where test.sh
-    runs in no image of the agent's.
+async def carry_root(task: Task, sandbox: Sandbox) -> CarriedFiles | None:
+    """The agent's changes outside of its working directory, as far as the task allows; None if test.sh does
+    not run in an image of the agent's.
 
-    Nothing may run in the sandbox any more. Raises AgentError for too much.
+    No process may run in the sandbox any more. Raises AgentError for too much data.
     """
     root = _root_of(task)
     if root is None:
         return None
     if not any(pattern.startswith("/") for pattern in task.allowed_paths):
-        return Carried()
+        return CarriedFiles()
     workspace, programs, home = root
     named = [one for one in task.allowed_paths if one.startswith("/") and one != _EVERYWHERE]
     tops = {one.split("/")[1] for one in named}
@@ -111,7 +111,7 @@ async def carry_root(task: Task, sandbox: Sandbox) -> Carried | None:
     asked = sorted(path for path, is_there in changed.items() if is_there)
     gone = tuple(f"-{path}" for path in _topmost(path for path, is_there in changed.items() if not is_there))
     if not changed:
-        return Carried()
+        return CarriedFiles()
     archive = await sandbox.pack(asked, limit_bytes=ROOT_BYTES, below=False) if asked else b""
     names = set(asked)
 
@@ -120,13 +120,13 @@ async def carry_root(task: Task, sandbox: Sandbox) -> Carried | None:
         return path in names and (is_folder or path.count("/") > 1 or path in task.allowed_paths)
 
     return await off_loop(
-        len(archive), _looked_through, archive, sandbox, is_asked, leads_to_no_verifier, gone
+        len(archive), _filter_archive, archive, sandbox, is_asked, leads_to_no_verifier, gone
     )
 
 
-async def left_behind(task: Task, sandbox: Sandbox) -> list[str]:
-    """What changed outside of the working directory and does not reach grading, without the directories
-    above it; nothing where it is too much, or where test.sh runs in no image of the agent's."""
+async def find_ungraded(task: Task, sandbox: Sandbox) -> list[str]:
+    """Paths outside of the working directory that changed and are not graded, without their parent
+    directories; empty if there are too many, or if test.sh does not run in an image of the agent's."""
     root, found = _root_of(task), dict[str, bool]()
     if root is None:
         return []
@@ -139,9 +139,9 @@ async def left_behind(task: Task, sandbox: Sandbox) -> list[str]:
     )
 
 
-async def carry_artifacts(artifacts: Sequence[Artifact], sandbox: Sandbox) -> Carried:
-    """What the agent left at the places of its artifacts; first come, first laid. Raises as `carry_root`."""
-    parts: list[Carried] = []
+async def carry_artifacts(artifacts: Sequence[Artifact], sandbox: Sandbox) -> CarriedFiles:
+    """The task's artifacts as the agent left them; the first of equal paths. Raises as `carry_root`."""
+    parts: list[CarriedFiles] = []
     room_bytes = ARTIFACT_BYTES
     for artifact in artifacts:
         top = artifact.source
@@ -155,14 +155,13 @@ async def carry_artifacts(artifacts: Sequence[Artifact], sandbox: Sandbox) -> Ca
             return path != top and stays_inside(path[len(top) + 1 :], target, top)
 
         parts.append(
-            await off_loop(len(archive), _looked_through, archive, sandbox, is_below, stays, (f"+{top}",))
+            await off_loop(len(archive), _filter_archive, archive, sandbox, is_below, stays, (f"+{top}",))
         )
-    return await off_loop(ARTIFACT_BYTES - room_bytes, _joined, parts)
+    return await off_loop(ARTIFACT_BYTES - room_bytes, _merge, parts)
 
 
 def _root_of(task: Task) -> tuple[str, tuple[str, ...], str] | None:
-    """Where test.sh runs in the agent's image: the working directory, what its variables name of programs,
-    its home."""
+    """(workspace, program paths in its variables, home) of test.sh; None if not in the agent's image."""
     script = task.verifier
     if script is None or script.machine is not None:
         return None
@@ -175,21 +174,21 @@ def _root_of(task: Task) -> tuple[str, tuple[str, ...], str] | None:
 
 
 def _reaches_settings(pattern: str) -> bool:
-    """Whether a pattern may name what is hidden, a library or a setting."""
+    """Whether a pattern may match a hidden file, a library or a setting."""
     names = pattern.split("/")
     return any(_GLOB.search(name) or name.startswith(".") or name in _LIBRARIES | _SETTINGS for name in names)
 
 
 def _topmost(paths: Iterable[str]) -> list[str]:
-    """Those of which no directory is among them, sorted by their directories."""
+    """The paths that are not below another of them, sorted by directory."""
     known = set(paths)
     top = [path for path in known if known.isdisjoint(folders_above(path))]
     return sorted(top, key=lambda path: path.rpartition("/"))
 
 
 def _installations(env: Mapping[str, str], workspace: str) -> Iterator[str]:
-    """Files and directories that `env` names, such as those of programs and libraries, but for HOME; of
-    `PREFIX/bin` all of the prefix."""
+    """Files and directories in the values of `env`, such as those of programs and libraries, without HOME;
+    for `PREFIX/bin` the whole prefix."""
     for name, value in env.items():
         words = value.split(":") if name != "HOME" else []
         for folder in (one.rstrip("/") for one in words if one.startswith("/") and one.strip("/")):
@@ -201,7 +200,7 @@ def _installations(env: Mapping[str, str], workspace: str) -> Iterator[str]:
 
 
 def _crosses(path: str, patterns: Iterable[str], programs: Sequence[str], home: str) -> bool:
-    """Whether a change of an absolute path reaches grading."""
+    """Whether a change at an absolute path is graded."""
     names = path.split("/")[1:]
     is_published = path.startswith(f"{PUBLISHED}/")
     if (names[0] in _VERIFIERS and not is_published) or "\n" in path or is_bytecode(path):
@@ -228,15 +227,15 @@ def _overlap(path: str, program: str) -> bool:
 
 
 def leads_to_no_verifier(path: str, target: str) -> bool:
-    """Whether a link leads to something of the root that is not the verifier's, by its words alone."""
+    """Whether a link's target, judged by its text, is in the root and not one of the verifier's files."""
     found = _target_of(path, target)
     return bool(found) and found[0] not in _VERIFIERS
 
 
 def stays_inside(path: str, target: str, here: str) -> bool:
-    """Whether a link leads to something of the directory `here`, in which `path` is, by its words alone.
+    """Whether a link's target, judged by its text, is in the directory `here`, which contains `path`.
 
-    Names with newlines do not come over as they were, and are refused.
+    Names with newlines would not be copied correctly and are refused.
     """
     if {"", ".", ".."} & set(path.split("/")) or "\n" in path + target:
         return False
@@ -245,9 +244,10 @@ def stays_inside(path: str, target: str, here: str) -> bool:
 
 
 def _target_of(path: str, target: str) -> list[str] | None:
-    """The names on the way from the root to what a link leads to; None where its words do not say.
+    """The path components of a link's target from the root; None if its text does not determine it.
 
-    It may climb only at first, where every step is a directory: behind a link `..` leads elsewhere.
+    `..` is accepted at the beginning only, where each component is a directory: after a link it would lead
+    to another place.
     """
     steps = [step for step in target.split("/") if step not in ("", ".")]
     climbs = next((number for number, step in enumerate(steps) if step != ".."), len(steps))
@@ -257,16 +257,16 @@ def _target_of(path: str, target: str) -> list[str] | None:
     return folders[: len(folders) - climbs] + steps[climbs:]
 
 
-def _looked_through(
+def _filter_archive(
     archive: bytes,
     sandbox: Sandbox,
     is_asked: Callable[[str, bool], bool],
     may_link: Callable[[str, str], bool],
     room: tuple[str, ...],
-) -> Carried:
-    """The archive with what may be laid of it: it comes from where the agent was.
+) -> CarriedFiles:
+    """Keeps the entries of an untrusted archive, from the agent's sandbox, that may be copied.
 
-    Raises SandboxKilledByAgentError for one that no program of ours would write.
+    Raises SandboxKilledByAgentError for an archive that none of our programs would write.
     """
     state, target = blake2b(digest_size=16), io.BytesIO()
     links: set[str] = set()
@@ -307,14 +307,14 @@ def _looked_through(
             f"sandbox {sandbox.id} gave no tar file: {error}", field="sandbox", received=sandbox.id
         ) from error
     state.update("\0".join(room).encode(errors="surrogateescape"))
-    return Carried(target.getvalue() if laid else b"", (*room, *no_folders), state.digest())
+    return CarriedFiles(target.getvalue() if laid else b"", (*room, *no_folders), state.digest())
 
 
 _EMPTY = bytes(1024)
 
 
-def _joined(parts: Sequence[Carried]) -> Carried:
-    """Several as one."""
+def _merge(parts: Sequence[CarriedFiles]) -> CarriedFiles:
+    """Merges several into one; of equal paths the first is kept."""
     target = io.BytesIO()
     seen: set[str] = set()
     with tarfile.open(fileobj=target, mode="w", format=tarfile.PAX_FORMAT) as taken:
@@ -328,14 +328,14 @@ def _joined(parts: Sequence[Carried]) -> Carried:
                         taken.addfile(row, given.extractfile(row) if row.isreg() else None)
     digest = blake2b(b"".join(part.digest for part in parts), digest_size=16).digest()
     room = tuple(row for part in parts if part.archive for row in part.room)
-    return Carried(target.getvalue() if seen else b"", room, digest)
+    return CarriedFiles(target.getvalue() if seen else b"", room, digest)
 
 
-async def lay(carried: Carried, fresh: Sandbox) -> None:
-    """Lays it into a sandbox in which nothing of the agent's has run.
+async def apply_carried(carried: CarriedFiles, fresh: Sandbox) -> None:
+    """Unpacks the files in a sandbox in which no code of the agent's has run.
 
-    Raises AgentError for what does not fit there, TaskError for an image without the programs for it,
-    SandboxError where it took too long.
+    Raises AgentError if they cannot be written there, TaskError for an image without the programs for it,
+    SandboxError if it took too long.
     """
     steps: list[tuple[str, bytes]] = []
     if carried.room:
@@ -344,7 +344,7 @@ async def lay(carried: Carried, fresh: Sandbox) -> None:
     if carried.archive:
         steps.append(("tar -x -o -p -f - -C /", carried.archive))
     for command, data in steps:
-        result = await run_own(fresh, "laying what the agent left", command, data)
+        result = await run_harness_command(fresh, "laying what the agent left", command, data)
         if result.exit_code in _NO_PROGRAM:
             raise TaskError(
                 "what the agent left cannot be laid in the image of its verifier",

@@ -1,7 +1,7 @@
-"""Whether tasks are what they should be: the reference solution earns 1, doing nothing 0, and again the same.
+"""Verifies tasks: the reference solution earns 1, doing nothing earns 0, and a second round gives the same.
 
-A task that fails here would train on noise: a test that cannot pass, that passes without work, that changes
-its mind, or that needs what its machine does not have, such as a network.
+A task that fails here would train on noise: its tests cannot pass, pass without work, are flaky, or need
+something that its machine does not have, such as a network.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from etude.environment.grading import Verdict, allowed_changes
 from etude.environment.origins import task_origin
-from etude.environment.scripts import Left, check_isolation, find_left, run_solution, solution_words
+from etude.environment.scripts import AgentDiff, check_isolation, explain_failure, find_changes, run_solution
 from etude.environment.steps import StepRun
 from etude.environment.verdicts import Grader
 from etude.errors import AgentError, SandboxError, TaskError, UserError
@@ -28,11 +28,11 @@ _UNSOLVED = "has no reference solution to be checked by; tasks.require_solution 
 
 @dataclass(frozen=True, slots=True)
 class TaskReport:
-    """What a check found of one task."""
+    """The result of checking one task."""
 
     id: str
     reason: str | None
-    """Why it is not verified; None: it is."""
+    """Why it is not verified; None if it is."""
     forgeable: tuple[str, ...] = ()
     """Tests whose verdict an agent could forge, each with the reason."""
     duration_s: float = 0.0
@@ -46,9 +46,8 @@ async def check_tasks(
     require_solution: bool = True,
     on_report: Callable[[TaskReport], None] = lambda report: None,
 ) -> list[TaskReport]:
-    """A report for each task, in order; `at_once` of them are checked at the same time. `on_report` is called
-    with each as it is found. Where no solution is required, doing nothing is all that is tried of a task
-    without one."""
+    """Checks tasks, `at_once` at the same time; returns reports in order and calls `on_report` with each when
+    done. Without `require_solution`, a task without a solution is only checked by doing nothing."""
     grader = Grader(backend, limits)
 
     async def check(task: Task) -> TaskReport:
@@ -63,7 +62,7 @@ async def check_tasks(
 
 
 def has_solution(task: Task) -> bool:
-    """Whether a task, or each of its steps, says how it is solved."""
+    """Whether a task, or each of its steps, has a reference solution."""
     if task.steps:
         return all(step.solution is not None for step in task.steps)
     return bool(task.solution or task.solution_files)
@@ -104,7 +103,7 @@ async def _find_fault(task: Task, grader: Grader) -> str | None:
 
 
 def _with_first_exam(task: Task) -> Task:
-    """The task without the exams after the first: their tests are the same, with other values in some."""
+    """The task with its first exam only: the others have the same tests with other values."""
     verifier = task.verifier
     if verifier is None or not verifier.exams:
         return task
@@ -113,13 +112,13 @@ def _with_first_exam(task: Task) -> Task:
 
 
 async def judge_solution(task: Task, grader: Grader) -> Verdict | str:
-    """What a task's own solution earns, or why it could not be run, or that a later step needs none.
+    """The verdict on a task's own solution, or why it could not be run, or that a later step needs none.
 
     Raises SandboxError, TaskError.
     """
     if task.solution is None:
         files = {path: text.encode(errors="surrogatepass") for path, text in task.solution_files.items()}
-        return await grader.judge(task, Left(allowed_changes(task, files)))
+        return await grader.judge(task, AgentDiff(allowed_changes(task, files)))
     await check_isolation(grader.backend)
     async with await task_origin(task, grader.limits).make(grader.backend) as sandbox:
         run = StepRun(task, sandbox, grader, [])
@@ -130,15 +129,15 @@ async def judge_solution(task: Task, grader: Grader) -> Verdict | str:
             failure = await run_solution(task.at_step(len(run.verdicts)), sandbox)
         if failure is not None:
             return failure
-        verdict = await (run.end() if task.steps else grader.judge(task, await find_left(task, sandbox)))
-        words = "" if verdict.passed else await solution_words(task, sandbox)
+        verdict = await (run.end() if task.steps else grader.judge(task, await find_changes(task, sandbox)))
+        words = "" if verdict.passed else await explain_failure(task, sandbox)
         return replace(verdict, cause=f"{verdict.cause}; {words}") if words else verdict
 
 
 async def judge_nothing(task: Task, grader: Grader) -> Verdict:
-    """What an agent earns that does nothing. Raises SandboxError, TaskError."""
+    """The verdict on an agent that does nothing. Raises SandboxError, TaskError."""
     if not task.steps:
-        return await grader.judge(task, Left())
+        return await grader.judge(task, AgentDiff())
     await check_isolation(grader.backend)
     async with await task_origin(task, grader.limits).make(grader.backend) as sandbox:
         return await StepRun(task, sandbox, grader, []).end()

@@ -1,4 +1,4 @@
-"""Episodes: one agent, one task, one sandbox, from the user's words to the reward."""
+"""Episodes: one agent on one task in one sandbox, from the instruction to the reward."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from etude.agent.runner import Timings
 from etude.config import AgentConfig, RewardConfig, RunConfig
 from etude.environment.fork_groups import (
     ForkedEpisode,
-    ForkedWorlds,
+    ForkedSessions,
     ForkPlan,
-    Place,
-    Refused,
+    ForkRefusal,
+    SiblingSpec,
     branch_of,
     choose_turn,
-    fork_worlds,
+    fork_at_turn,
 )
 from etude.environment.grading import Verdict
 from etude.environment.member import MemberSampler
-from etude.environment.replay import Retelling, tell
+from etude.environment.replay import ReplayHandler, replay_session
 from etude.environment.rewards import check_reward, measure_effort, with_length
 from etude.environment.runners import EnvironmentTimes, Order, Player
 from etude.environment.sessions import EnvironmentSession, Site
@@ -51,14 +51,14 @@ from etude.tokens.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class EpisodeLimits:
-    """What one episode may use."""
+    """Limits of one episode."""
 
     session: SessionLimits = field(default_factory=SessionLimits)
     summary: SummaryPolicy | None = None
     tools: ToolLimits = field(default_factory=ToolLimits)
     sandbox: Resources = field(default_factory=Resources)
     max_attempts: int = 3
-    """Times an episode is begun where the infrastructure fails."""
+    """Most attempts at an episode when the infrastructure fails."""
 
     @staticmethod
     def from_config(config: RunConfig) -> EpisodeLimits:
@@ -91,9 +91,9 @@ class EpisodeLimits:
 
 
 class Environment(Player):
-    """Runs episodes, in this process. Implements TimedPlayer.
+    """Runs episodes in this process. Implements TimedPlayer.
 
-    Holds no session: many may run at once in one event loop.
+    Has no state per session: many may run concurrently in one event loop.
     """
 
     def __init__(
@@ -108,9 +108,9 @@ class Environment(Player):
         patience: Patience | None = None,
         agent: AgentConfig | None = None,
     ) -> None:
-        """`registry`: the tools that the renderer offers, unless given. `system`: in place of the renderer's
-        own system message. `patience`: with failures of the sampler; none unless given. `agent`: whose code
-        index and MCP servers sessions have. Raises MissingPackageError for an index that needs more."""
+        """`registry`: by default the tools that the renderer offers. `system`: replaces the renderer's system
+        message. `patience`: with failures of the sampler; by default none. `agent`: configures the code index
+        and MCP servers of sessions. Raises MissingPackageError for an index that needs another package."""
         self.times = EnvironmentTimes()
         check_reward(reward)
         grader = Grader(backend, limits.sandbox, reward=reward)
@@ -119,7 +119,7 @@ class Environment(Player):
         indexes = run_indexes(agent.index) if agent is not None else None
         self._site = Site(backend, grader, tools, limits.tools, reward, indexes, servers)
         self.renderer = renderer
-        """How sessions are rendered."""
+        """Renders the sessions."""
         self._limits = limits
         self._keep_routes = keep_routes
         self._system, self._patience = system, patience
@@ -133,7 +133,7 @@ class Environment(Player):
         limits: EpisodeLimits,
         keep_routes: KeepRoutes | None,
     ) -> Environment:
-        """That of a run's sessions: renderer, tools, index and MCP servers as its section `agent` says.
+        """The environment of a run: renderer, tools, index and MCP servers as in its section `agent`.
 
         Raises ConfigError, MissingPackageError.
         """
@@ -141,34 +141,34 @@ class Environment(Player):
         return cls(backend, renderer, limits, config.rl.reward, keep_routes, agent=config.agent)
 
     async def close(self) -> None:
-        """Ends the code indexes. Once every episode has ended; the backend is its maker's to close."""
+        """Closes the code indexes, after every episode has ended. The caller closes the backend."""
         if self._site.indexes is not None:
             await self._site.indexes.close()
 
     async def play(self, order: Order, sampler: Sampler) -> ForkedEpisode:
-        """See Player.play. Siblings that fail are reported as such; what fails before is begun again."""
+        """See Player.play. Failures of siblings are reported as such; earlier ones are retried."""
 
         async def attempt(session: AgentSession, number: int) -> ForkedEpisode:
-            # One that is forked is held open until its siblings are: what is computed together must not
-            # depend on how long copies of a sandbox take.
-            held = None if order.plan is None else MemberSampler(sampler, holds=True)
+            # A forked session is held open until its siblings are open: which sessions are batched together
+            # must not depend on how long copies of a sandbox take.
+            own_view = None if order.plan is None else MemberSampler(sampler, defers_close=True)
             world = EnvironmentSession.begin(self._site, order.task, self._limits.sandbox)
             try:
                 timings = await run_session(
                     session,
-                    held or sampler,
+                    own_view or sampler,
                     world,
                     f"{order.identity}~{number}",
                     order.rng_key,
                     patience=self._patience,
                     next_message=world.next_step,
                 )
-                if order.plan is None or held is None:
+                if order.plan is None or own_view is None:
                     return ForkedEpisode(await self._graded(session, world, timings, number))
-                return await self._fork(order, order.plan, session, world, timings, number, held, sampler)
+                return await self._fork(order, order.plan, session, world, timings, number, own_view, sampler)
             finally:
-                if held is not None:
-                    held.end()
+                if own_view is not None:
+                    own_view.end()
                 await asyncio.shield(world.close())
 
         return await self._until_done(order, attempt)
@@ -176,7 +176,7 @@ class Environment(Player):
     async def _until_done(
         self, order: Order, attempt: Callable[[AgentSession, int], Awaitable[ForkedEpisode]]
     ) -> ForkedEpisode:
-        """What the first attempt that our machinery survives comes to, or the last one's failure."""
+        """The result of the first attempt without an infrastructure failure, or the last one's failure."""
         number = order.first_attempt
         while True:
             session = self._new_session(order)
@@ -213,24 +213,24 @@ class Environment(Player):
         world: EnvironmentSession,
         timings: Timings,
         attempt: int,
-        held: MemberSampler,
+        own_view: MemberSampler,
         sampler: Sampler,
     ) -> ForkedEpisode:
         source = session.trajectory()
         chosen = choose_turn(source, plan.turn, plan.rng_key)
-        if not isinstance(chosen, Refused):
-            chosen = await fork_worlds(world, source, chosen, len(plan.siblings))
-        if isinstance(chosen, Refused):
-            held.end()
+        if not isinstance(chosen, ForkRefusal):
+            chosen = await fork_at_turn(world, source, chosen, len(plan.siblings))
+        if isinstance(chosen, ForkRefusal):
+            own_view.end()
             return ForkedEpisode(await self._graded(session, world, timings, attempt), refused=chosen)
-        views = [MemberSampler(sampler, holds=False) for _ in plan.siblings]
+        views = [MemberSampler(sampler, defers_close=False) for _ in plan.siblings]
         running: list[asyncio.Task[Trajectory]] = []
         names = [f"{place.identity}~{attempt}" for place in plan.siblings]
         try:
             for name, view in zip(names, views, strict=True):
                 view.open(name, f"{order.identity}~{attempt}")
-            held.end()
-            places = zip(plan.siblings, names, chosen.worlds, views, strict=True)
+            own_view.end()
+            places = zip(plan.siblings, names, chosen.sessions, views, strict=True)
             running += [asyncio.create_task(self._sibling(order, source, chosen, *place)) for place in places]
             trajectory = await self._graded(session, world, timings, attempt)
             siblings = [await one for one in running]
@@ -242,16 +242,16 @@ class Environment(Player):
         self,
         order: Order,
         source: Trajectory,
-        forked: ForkedWorlds,
-        place: Place,
+        forked: ForkedSessions,
+        place: SiblingSpec,
         name: str,
         world: EnvironmentSession | InfrastructureError,
         view: MemberSampler,
     ) -> Trajectory:
-        """Goes on from the fork, to a grade of its own. A failure of ours ends it as such."""
+        """Continues from the fork to its own grade. The trajectory reports an infrastructure failure."""
         session = self._new_session(order)
         try:
-            await tell(source, session, Retelling(order.task), forked.turn)
+            await replay_session(source, session, ReplayHandler(order.task), forked.turn)
             if isinstance(world, InfrastructureError):
                 raise world
             timings = await run_session(
@@ -278,7 +278,7 @@ class Environment(Player):
     async def _graded(
         self, session: AgentSession, world: EnvironmentSession, timings: Timings, attempt: int
     ) -> Trajectory:
-        """The session that has ended, with its reward."""
+        """Grades a session that has ended; returns its trajectory with the reward."""
         outcome = await world.submit(session.status, session.cause)
         self.times.tools_s += timings.tools_s
         self.times.grade_s += world.grade_s
@@ -292,8 +292,8 @@ class Environment(Player):
         return self._with_verdict(trajectory, outcome.verdict)
 
     def _with_verdict(self, trajectory: Trajectory, verdict: Verdict) -> Trajectory:
-        """With what the verdict adds to its facts, such as whether the first edit was the whole fix, and with
-        the price of its length, which takes its tokens to know."""
+        """Adds facts that depend on the verdict, such as whether the first edit was the whole fix, and the
+        price of its length, which depends on its tokens."""
         facts = dict(trajectory.facts)
         right_at_once = bool(facts["first_edit_right"]) or (verdict.passed and facts["num_edits"] == 1)
         facts |= {
@@ -310,9 +310,9 @@ class Environment(Player):
 
 
 async def _end(
-    running: Sequence[asyncio.Task[Trajectory]], views: Sequence[MemberSampler], forked: ForkedWorlds
+    running: Sequence[asyncio.Task[Trajectory]], views: Sequence[MemberSampler], forked: ForkedSessions
 ) -> None:
-    """Ends what siblings have not ended themselves, those that were cancelled before they began included."""
+    """Ends siblings that have not ended themselves, including those cancelled before they began."""
     await end_tasks(*running)
     for view in views:
         view.end()
@@ -320,7 +320,7 @@ async def _end(
 
 
 def _failed(session: AgentSession, error: InfrastructureError, num_attempts: int) -> Trajectory:
-    """A session that we failed, at whatever point: no reward, whatever its own state was."""
+    """The trajectory of a session that the infrastructure failed: no reward, whatever its own state was."""
     cause = f"{type(error).__name__}: {error}"
     session.stop(Status.INFRASTRUCTURE, cause)
     trajectory = session.trajectory(attempt=num_attempts - 1)

@@ -1,10 +1,10 @@
-"""Where a session is forked, its siblings' sandboxes, and what they leave behind as records of their own.
+"""Forks of a session: choice of the turn, sandboxes of the siblings, and their trajectories.
 
     session ---- turn 0 -- turn 1 -- turn 2 -- turn 3 (its end)     the forked one; not graded yet
                              \\-- turn 2' ...                         siblings: the same tokens, copies of the
                               \\- turn 2'' ...                        sandbox, noise of their own
 
-A fork that cannot be had is refused, with a reason that is counted: the session itself goes on to its grade.
+A fork that is not possible is refused with a reason, which is counted: the session itself is graded as usual.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from etude.records import GroupOrigin, Relation, Segment, Trajectory, Trajectory
 from etude.sandbox.errors import LiveProcessesError, Unsupported
 
 
-class Refused(StrEnum):
+class ForkRefusal(StrEnum):
     """Why a session was not forked. Metrics count them as `forks_refused_<reason>`."""
 
     TOO_SHORT = "too_short"
@@ -36,18 +36,18 @@ class Refused(StrEnum):
     LIVE_PROCESSES = "live_processes"
     """Background commands lived, and the sandbox's forks copy files alone."""
     DIFFERENT = "different"
-    """Calls that were made again were answered otherwise: the state could not be made again."""
+    """Replayed calls had other results: the state could not be reproduced."""
     UNSUPPORTED = "unsupported"
     """Sandboxes of this backend cannot be copied."""
     SANDBOX_ENDED = "sandbox_ended"
     """The agent had ended its sandbox."""
     INFRASTRUCTURE = "infrastructure"
-    """We failed to make a single copy."""
+    """Not a single copy could be made."""
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """One session of a fork group before it is there."""
+class SiblingSpec:
+    """One session of a fork group, before it begins."""
 
     identity: TrajectoryId
     rng_key: tuple[int, ...]
@@ -55,95 +55,94 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class ForkPlan:
-    """What is asked for of one session."""
+    """How one session is to be forked."""
 
     turn: ForkTurn
-    siblings: tuple[Place, ...]
+    siblings: tuple[SiblingSpec, ...]
     rng_key: tuple[int, ...]
-    """Of the choice of a random turn."""
+    """Key of the choice of a random turn."""
 
 
 @dataclass(frozen=True, slots=True)
 class ForkedEpisode:
-    """A session, and those that left it in its middle."""
+    """A session and the siblings that branched off at one of its turns."""
 
     trajectory: Trajectory
-    """The session, whole."""
+    """The whole session."""
     siblings: tuple[Trajectory, ...] = ()
-    """None without a fork."""
+    """Empty without a fork."""
     origin: GroupOrigin | None = None
-    refused: Refused | None = None
+    refused: ForkRefusal | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class ForkedWorlds:
-    """The sandboxes of the siblings, where the session was before one of its messages."""
+class ForkedSessions:
+    """Sessions for the siblings, in the state before one of the forked session's messages."""
 
     turn: int
-    """Messages before it, of all contexts."""
+    """Number of messages before it, of all contexts."""
     origin: GroupOrigin
-    worlds: tuple[EnvironmentSession | InfrastructureError, ...]
-    """One for each sibling, or what prevented it."""
+    sessions: tuple[EnvironmentSession | InfrastructureError, ...]
+    """One for each sibling, or the error that prevented it."""
 
     @property
     def made(self) -> list[EnvironmentSession]:
-        """Those that are there."""
-        return [one for one in self.worlds if isinstance(one, EnvironmentSession)]
+        """Those without an error."""
+        return [session for session in self.sessions if isinstance(session, EnvironmentSession)]
 
 
-def choose_turn(trajectory: Trajectory, turn: ForkTurn, rng_key: Sequence[int]) -> int | Refused:
-    """The number of the message that a session's siblings write anew. A function of its arguments."""
+def choose_turn(trajectory: Trajectory, turn: ForkTurn, rng_key: Sequence[int]) -> int | ForkRefusal:
+    """The number of the message that the siblings sample anew. A function of its arguments."""
     numbers = [n for n, one in enumerate(trajectory.turns) if n > 0 and one.end > one.start]
     if not numbers:
-        return Refused.TOO_SHORT
+        return ForkRefusal.TOO_SHORT
     match turn:
         case "random":
             return numbers[int(np.random.default_rng(rng_key).integers(len(numbers)))]
         case "entropy":
-            # The first of equals: max keeps it.
+            # max keeps the first of equals.
             return max(numbers, key=lambda number: _surprise(trajectory, number))
         case "first_edit":
             edits = [number for number in numbers if _is_edit(trajectory, number)]
             if not edits or any(_is_edit(trajectory, n) for n in range(numbers[0])):
-                return Refused.NO_EDIT
+                return ForkRefusal.NO_EDIT
             return edits[0]
 
 
-async def fork_worlds(
+async def fork_at_turn(
     world: EnvironmentSession, trajectory: Trajectory, turn: int, count: int
-) -> ForkedWorlds | Refused:
-    """Copies of the session's sandbox as it was before message `turn`, or why there are none. The caller
-    closes them.
+) -> ForkedSessions | ForkRefusal:
+    """Copies of the session as it was before message `turn`, or why there are none. The caller closes them.
 
     The session must not be submitted yet.
     """
-    at, done = trajectory.turns[turn], sum(bool(one.calls) for one in trajectory.turns[:turn])
+    at, done = trajectory.turns[turn], sum(bool(message.calls) for message in trajectory.turns[:turn])
     passed = world.snapshots.until(done)
     snapshot = passed[-1].snapshot if passed else ""
     try:
         fidelity = await fidelity_of(world)
-        worlds = await world.fork(count, done)
+        sessions = await world.fork(count, done)
     except LiveProcessesError:
-        return Refused.LIVE_PROCESSES
+        return ForkRefusal.LIVE_PROCESSES
     except Unsupported:
-        return Refused.UNSUPPORTED
+        return ForkRefusal.UNSUPPORTED
     except AgentError:
-        return Refused.SANDBOX_ENDED
+        return ForkRefusal.SANDBOX_ENDED
     except InfrastructureError:
-        return Refused.INFRASTRUCTURE
-    forked = ForkedWorlds(turn, GroupOrigin(at.segment_id, at.start, snapshot, fidelity), tuple(worlds))
+        return ForkRefusal.INFRASTRUCTURE
+    forked = ForkedSessions(turn, GroupOrigin(at.segment_id, at.start, snapshot, fidelity), tuple(sessions))
     if not forked.made:
-        return Refused.INFRASTRUCTURE
-    if any(not causes_of(difference) for one in forked.made for difference in one.differences):
-        await finish_all(one.close() for one in forked.made)
-        return Refused.DIFFERENT
+        return ForkRefusal.INFRASTRUCTURE
+    if any(not causes_of(difference) for session in forked.made for difference in session.differences):
+        await finish_all(session.close() for session in forked.made)
+        return ForkRefusal.DIFFERENT
     return forked
 
 
 def _surprise(trajectory: Trajectory, number: int) -> float:
     """Mean negative log-probability of a message's tokens."""
     turn = trajectory.turns[number]
-    segment = next(one for one in trajectory.segments if one.id == turn.segment_id)
+    segment = next(segment for segment in trajectory.segments if segment.id == turn.segment_id)
     return -float(segment.logprobs[turn.start : turn.end].mean(dtype=np.float64))
 
 
@@ -153,7 +152,7 @@ def _is_edit(trajectory: Trajectory, number: int) -> bool:
 
 
 def renamed(trajectory: Trajectory, identity: TrajectoryId, facts: Mapping[str, Any]) -> Trajectory:
-    """The trajectory under another id, its segments too, and with more `facts`."""
+    """The trajectory and its segments under another id, with more `facts`."""
     before = str(trajectory.id)
 
     def name(segment_id: str) -> str:
@@ -168,7 +167,7 @@ def renamed(trajectory: Trajectory, identity: TrajectoryId, facts: Mapping[str, 
         )
         for segment in trajectory.segments
     )
-    turns = tuple(replace(one, segment_id=name(one.segment_id)) for one in trajectory.turns)
+    turns = tuple(replace(turn, segment_id=name(turn.segment_id)) for turn in trajectory.turns)
     return replace(
         trajectory, id=identity, segments=segments, turns=turns, facts={**trajectory.facts, **facts}
     )
@@ -177,11 +176,12 @@ def renamed(trajectory: Trajectory, identity: TrajectoryId, facts: Mapping[str, 
 def branch_of(
     trajectory: Trajectory, origin: GroupOrigin, identity: TrajectoryId, facts: Mapping[str, Any]
 ) -> Trajectory:
-    """What came after the origin, as a trajectory of its own that left the forked one there.
+    """The part after the origin, as a separate trajectory that branched off the forked one there.
 
-    `trajectory`: the forked one, or one that had the same inputs up to there under the same id. Its first
-    segment repeats the forked one's tokens up to there as context: none of them is sampled, so none is
-    trained. Segments and turns of earlier contexts are left out. Routes are kept: they cover every position.
+    `trajectory`: the forked one, or one that had the same inputs up to there under the same id. The result's
+    first segment repeats the tokens up to there as context: they are not marked as sampled, so they are not
+    trained on. Segments and turns of earlier contexts are left out. Routes are kept: they cover every
+    position.
     """
     first = next(n for n, segment in enumerate(trajectory.segments) if segment.id == origin.segment_id)
     later = trajectory.segments[first:]
@@ -200,7 +200,7 @@ def branch_of(
 
 
 def context_until(segment: Segment, offset: int) -> Segment:
-    """The segment with its tokens before `offset` as context: who sampled them is not recorded."""
+    """The segment with its tokens before `offset` as context, without their policy versions."""
     sampled = segment.sampled.copy()
     sampled[:offset] = False
     return replace(
@@ -213,4 +213,4 @@ def context_until(segment: Segment, offset: int) -> Segment:
 
 
 def _from(spans: tuple[VersionSpan, ...], offset: int) -> tuple[VersionSpan, ...]:
-    return tuple(replace(one, start=max(one.start, offset)) for one in spans if one.end > offset)
+    return tuple(replace(span, start=max(span.start, offset)) for span in spans if span.end > offset)

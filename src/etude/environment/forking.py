@@ -1,7 +1,7 @@
-"""Forks of an environment session: copies of its sandbox now, or of how it was at an earlier turn.
+"""Forks of an environment session: copies of its sandbox as it is now or was at an earlier turn.
 
-A fork at an earlier turn starts from the nearest snapshot (or the origin), and the calls since then are run
-again there, so that background commands that ran then run there too; the session itself is not touched.
+A fork at an earlier turn starts from the nearest snapshot (or the origin), and the calls since then are
+replayed there, so that background commands that ran then run there too; the session itself is not touched.
 
 origin --replay--> turn 3 (snapshot) --replay--> turn 5 = the fork      live: turn 9
 """
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True, eq=False)
-class Kept:
-    """A snapshot of a session after `turn` turns, shared by it and those forks that passed there."""
+class SessionSnapshot:
+    """A snapshot of a session after `turn` turns, shared by the session and its later forks."""
 
     turn: int
     snapshot: str
@@ -47,23 +47,23 @@ class Snapshots:
     """The snapshots of one session, taken after every `every` turns that changed something (0: never)."""
 
     def __init__(self, every: int) -> None:
-        self.kept: list[Kept] = []
-        """By turn, upwards."""
+        self.kept: list[SessionSnapshot] = []
+        """In order of turns."""
         self.num_failures = 0
         self._every = every
         self._num_changes = 0
         """Turns that changed something since the last snapshot."""
 
-    def adopt(self, kept: Sequence[Kept]) -> None:
+    def adopt(self, kept: Sequence[SessionSnapshot]) -> None:
         """Shares snapshots of the session that was forked."""
-        hold(kept)
+        retain_snapshots(kept)
         self.kept += kept
 
     async def after_turn(self, turn: int, calls: Sequence[ToolCall], context: ToolContext) -> str | None:
-        """Takes a snapshot after `turn` turns where the policy says so; why it failed, if it did.
+        """Takes a snapshot after `turn` turns if one is due; returns why it failed, or None.
 
-        The turn itself is done and stays so: a later fork then replays from further back. None of files alone
-        is taken while processes of the agent live: what began there would lack them.
+        A failure does not affect the turn: a later fork then replays from further back. While processes of
+        the agent run, no snapshot of files alone is taken: sessions that start from it would lack them.
         """
         if not self._every or not may_change(calls, context.tools):
             return None
@@ -77,47 +77,49 @@ class Snapshots:
             self.num_failures += 1
             return str(error)
         self._num_changes = 0
-        self.kept.append(Kept(turn, info.id, copy.deepcopy(context.state), copy.deepcopy(context.user)))
+        self.kept.append(
+            SessionSnapshot(turn, info.id, copy.deepcopy(context.state), copy.deepcopy(context.user))
+        )
         return None
 
-    def until(self, turn: int) -> list[Kept]:
-        """Those that were taken after `turn` turns or earlier."""
+    def until(self, turn: int) -> list[SessionSnapshot]:
+        """The snapshots taken after `turn` turns or earlier."""
         return [kept for kept in self.kept if kept.turn <= turn]
 
     async def release(self, backend: SandboxBackend) -> None:
-        """The session has ended."""
+        """Releases the snapshots when the session ends."""
         kept, self.kept = self.kept, []
-        await let_go(kept, backend)
+        await release_snapshots(kept, backend)
 
 
 async def live_processes(context: ToolContext) -> list[str]:
-    """The background commands of the agent that run in its sandbox now. Raises as `Commands.list`."""
+    """Background commands of the agent that are running in its sandbox. Raises as `Commands.list`."""
     if not context.state.commands:
         return []
     return [one.cmd for one in await context.sandbox.commands.list() if one.running]
 
 
-def hold(kept: Sequence[Kept]) -> None:
-    """One more needs them."""
+def retain_snapshots(kept: Sequence[SessionSnapshot]) -> None:
+    """Increments the user count of each."""
     for snapshot in kept:
         snapshot.num_users += 1
 
 
-async def let_go(kept: Sequence[Kept], backend: SandboxBackend) -> None:
-    """One less needs them: those that nobody needs are deleted; all are tried. Raises the first error."""
+async def release_snapshots(kept: Sequence[SessionSnapshot], backend: SandboxBackend) -> None:
+    """Decrements the user counts and deletes unused snapshots; tries all, and raises the first error."""
     for one in kept:
         one.num_users -= 1
     await finish_all(backend.delete_snapshot(one.snapshot) for one in kept if one.num_users == 0)
 
 
 async def replay(context: ToolContext, history: History, first: int, task: Task | None) -> list[Difference]:
-    """Runs the turns from `first` on again, on a workspace as it was before them.
+    """Replays the turns from `first` on, on a workspace as it was before them; returns what differs.
 
     Raises InfrastructureError if something failed.
     """
     found: list[Difference] = []
     for number in range(first, len(history.turns)):
-        await _go_on_from(context.sandbox, history, number, task)
+        await _redo_after_turn(context.sandbox, history, number, task)
         turn = history.turns[number]
         try:
             results = await execute_calls(turn.calls, context)
@@ -128,13 +130,13 @@ async def replay(context: ToolContext, history: History, first: int, task: Task 
                 received=number,
             ) from error
         found += differences(number, turn, results)
-    await _go_on_from(context.sandbox, history, len(history.turns), task)
+    await _redo_after_turn(context.sandbox, history, len(history.turns), task)
     return found
 
 
-async def _go_on_from(sandbox: Sandbox, history: History, number: int, task: Task | None) -> None:
-    """Does again what was done after `number` turns, before the next one: contexts that were kept are written
-    (one that is there stays the same), and steps of the task begin. Raises SandboxError."""
+async def _redo_after_turn(sandbox: Sandbox, history: History, number: int, task: Task | None) -> None:
+    """Repeats what was done between `number` turns and the next one: writes archived contexts (an existing
+    file stays the same) and begins steps of the task. Raises SandboxError."""
     for archived in history.archives:
         if archived.turn == number:
             await sandbox.files.write(archived.path, archived.text)
@@ -159,9 +161,9 @@ def may_change(calls: Sequence[ToolCall], tools: Mapping[str, Tool]) -> bool:
 async def fork_here(
     session: EnvironmentSession, count: int
 ) -> list[EnvironmentSession | InfrastructureError]:
-    """Copies at the present turn; the caller holds the session still. Each is one, or what prevented it.
+    """Copies at the present turn, each a session or the error that prevented it. The caller holds the lock.
 
-    Raises LiveProcessesError where they would lack background commands that run.
+    Raises LiveProcessesError if they would lack running background commands.
     """
     live = await live_processes(session.context)
     if live and await fidelity_of(session) != "full":
@@ -182,7 +184,7 @@ async def fork_here(
 async def fork_at(
     session: EnvironmentSession, count: int, turn: int
 ) -> list[EnvironmentSession | InfrastructureError]:
-    """Copies as it was after `turn` turns, by replay. Raises ConfigError for a turn that there was not."""
+    """Copies of the session after `turn` turns, by replay. Raises ConfigError if there was no such turn."""
     check_count(count)
     if not 0 <= turn <= session.num_turns:
         raise ConfigError(
@@ -201,16 +203,15 @@ async def fork_at(
 
 
 async def fidelity_of(session: EnvironmentSession) -> str:
-    """What a copy of the session's sandbox holds: `full`, `filesystem`, or nothing where it cannot be
-    copied."""
+    """What a copy of the session's sandbox contains: `full` or `filesystem`; empty if it cannot be copied."""
     return (await session.site.backend.hello()).fork or ""
 
 
 async def _replayed(session: EnvironmentSession, turn: int) -> EnvironmentSession:
-    """The session as it was after `turn` turns, made anew."""
+    """A new session in the state of this one after `turn` turns."""
     site, passed = session.site, session.snapshots.until(turn)
     base = passed[-1] if passed else None
-    hold(passed)
+    retain_snapshots(passed)
     try:
         if base is None:
             sandbox = await session.origin.make(site.backend, site.life_s)
@@ -227,4 +228,4 @@ async def _replayed(session: EnvironmentSession, turn: int) -> EnvironmentSessio
         fork.differences = tuple(found)
         return fork
     finally:
-        await let_go(passed, site.backend)
+        await release_snapshots(passed, site.backend)

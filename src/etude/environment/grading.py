@@ -1,6 +1,4 @@
-"""A verdict, what a session earned by it, and what an agent left behind for it: which changes reach grading,
-and how they are laid.
-"""
+"""Verdicts and outcomes, and which of an agent's changes are graded and how they are applied."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ CAUSE_CHARS = 400
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Whether the hidden tests pass. `cause` tells the first reason why not, in 400 characters at most."""
+    """Whether the hidden tests pass. `cause`: the first reason why not, at most 400 characters."""
 
     passed: bool
     num_passed: int
@@ -29,13 +27,13 @@ class Verdict:
     cause: str | None
     duration_s: float
     lints: int = 0
-    """Findings of a linter that the agent's changes added; 0 where nobody looked."""
+    """Linter findings that the agent's changes added; 0 if not counted."""
     style: int = 0
-    """Added lines in another style than their file's; 0 where nobody looked."""
+    """Added lines in another style than their file's; 0 if not counted."""
     reward: float | None = None
-    """What the task's own `tests/test.sh` gave; None where hidden tests were judged by their values."""
+    """Reward of the task's own `tests/test.sh`; None if hidden tests were judged by their values."""
     rewards: Mapping[str, float] | None = None
-    """All that it gave, by name; None where it gave nothing."""
+    """All of its rewards, by name; None if it gave none."""
 
     def __post_init__(self) -> None:
         if self.cause is not None:
@@ -44,7 +42,7 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a session earned."""
+    """The outcome of a session: how it ended, its verdict and its reward."""
 
     status: Status
     verdict: Verdict
@@ -52,8 +50,8 @@ class Outcome:
 
 
 def allowed_changes(task: Task, changes: Mapping[str, bytes | None]) -> dict[str, bytes | None]:
-    """The agent's changes that reach grading: allowed paths, no bytecode, nothing that hidden files claim,
-    nothing of the harness's own."""
+    """The agent's changes that are graded: in allowed paths, without bytecode, the harness' own files, and
+    paths that hidden files need."""
     claimed = set(task.hidden_files)
     folders = {folder for path in claimed for folder in folders_above(path)}
     return {
@@ -75,12 +73,12 @@ _compiled_pattern = lru_cache(maxsize=1024)(compile_path_pattern)
 
 
 def is_bytecode(path: str) -> bool:
-    """Whether a file is Python's own, made from sources."""
+    """Whether a file is Python bytecode."""
     return path.endswith((".pyc", ".pyo")) or "__pycache__" in path.split("/")
 
 
 def _collides(path: str, claimed: set[str], folders: set[str]) -> bool:
-    """Whether `path` is a hidden file, stands where a hidden file's folder must be, or lies below one."""
+    """Whether `path` is a hidden file, is where a hidden file's folder must be, or is below a hidden file."""
     return path in claimed or path in folders or any(folder in claimed for folder in folders_above(path))
 
 
@@ -91,8 +89,8 @@ def folders_above(path: str) -> Iterator[str]:
         yield path
 
 
-async def lay_files(files: Mapping[str, str | bytes | None], fresh: Sandbox) -> None:
-    """Makes changes of files in a sandbox that is as the agent's was at first; None: the file is removed."""
+async def apply_changes(files: Mapping[str, str | bytes | None], fresh: Sandbox) -> None:
+    """Applies changes of files to a sandbox in the agent's initial state; None removes a file."""
     for path in (path for path, data in files.items() if data is None):
         with contextlib.suppress(PathMissingError, PathKindError):
             await fresh.files.remove(path)
@@ -100,7 +98,7 @@ async def lay_files(files: Mapping[str, str | bytes | None], fresh: Sandbox) -> 
     try:
         await fresh.files.write_many(entering)
     except PathKindError:
-        for path, data in entering.items():  # one of them stands where a directory or a link was
+        for path, data in entering.items():  # one of them replaces a directory or a link
             try:
                 await fresh.files.write(path, data)
             except PathKindError:

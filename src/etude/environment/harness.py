@@ -1,12 +1,12 @@
-"""Episodes of a foreign agent: a command in the task's sandbox that asks this run's endpoint for its answers.
+"""Episodes of a foreign agent: a command in the task's sandbox that samples from this run's endpoint.
 
     command in the sandbox --> agent routes --> LiveSessions --> the run's sampler
     (its own loop and tools)                           |            (live weights)
-    exits, or is killed at its time --> graded as any session --> Trajectory, as the sampler gave its tokens
+    exits, or is killed at its limit --> graded as any session --> Trajectory with the sampler's own tokens
 
-What the agent does wrong is an outcome. What failed before the model had said a word is nobody's decision, so
-it counts as the infrastructure's, and the episode is begun again: a command that is not found, a program that
-does not reach the endpoint.
+What the agent does wrong is an outcome. A failure before the first sampled token is no decision of the
+model's, so it counts as an infrastructure failure and the episode is retried: a command that is not found, a
+program that does not reach the endpoint.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from etude.tokens.renderer import Renderer
 
 MODEL = "etude"
 _SAID_CHARS = 300
-"""Of what a command said last, in the cause of its end."""
+"""Length of a command's last output in the cause of its end."""
 _ABORTED = ("exit 133", "exit 134")
-"""How a cause begins of a program that aborted itself."""
+"""Beginning of the cause if a program aborted itself."""
 _Ending = tuple[Status, str]
-"""How an agent's session ended, and why; without a cause the agent itself ended it."""
+"""(status, cause) of an agent's session; the cause is empty if the agent itself ended it."""
 
 
 class HarnessEnvironment(Environment):
@@ -59,8 +59,8 @@ class HarnessEnvironment(Environment):
         url: str,
         reach: tuple[str, ...],
     ) -> None:
-        """`sessions`: those of the endpoint that programs in a sandbox see at `url`. `reach`: what they must
-        be allowed for it, as in `Network.allow`."""
+        """`sessions`: those of the endpoint, which programs in a sandbox reach at `url`. `reach`: the hosts
+        that they need for it, as in `Network.allow`."""
         super().__init__(backend, renderer, limits, reward, keep_routes)
         self._harness = harness
         self._sessions = sessions
@@ -70,7 +70,7 @@ class HarnessEnvironment(Environment):
         self._places = asyncio.Semaphore(harness.max_running)
 
     async def play(self, order: Order, sampler: Sampler) -> ForkedEpisode:
-        """See Player.play; the sampling is the order's, whatever the agent asks for."""
+        """See Player.play; sampling parameters are the order's, whatever the agent requests."""
         assert order.plan is None, "sessions of a foreign agent cannot be forked"
 
         async def attempt(unused: AgentSession, number: int) -> ForkedEpisode:
@@ -93,7 +93,7 @@ class HarnessEnvironment(Environment):
             harness_s = time.perf_counter() - began
             _check_sampled(session, cause)
             for turn in session.map.turns():
-                # Malformed calls had no results of the agent's.
+                # The agent has no results for malformed calls.
                 results = [*turn.results, *(ToolResult("") for _ in turn.calls)][: len(turn.calls)]
                 world.facts.on_turn(turn.calls, results)
             world.facts.finished = status is Status.DONE and not cause  # by itself, without a failure
@@ -113,7 +113,7 @@ class HarnessEnvironment(Environment):
             await asyncio.shield(world.close())
 
     async def _play(self, task: Task, session: RecordedSession, world: EnvironmentSession) -> _Ending:
-        """Runs the command to its end, for each step anew, up to a limit; one that fails is how all ended.
+        """Runs the command to its end, once for each step; the first failure is the result of the session.
 
         Raises SandboxError if our machinery failed.
         """
@@ -137,8 +137,8 @@ class HarnessEnvironment(Environment):
         return _ending_of(result)
 
     def _environment(self, task: Task, session: RecordedSession) -> dict[str, str]:
-        """Of the command. Its home is the image's, or else not the workspace, where its settings would count
-        as its work."""
+        """Environment variables of the command. HOME is the image's, or at least not the workspace, where
+        settings would count as the agent's changes."""
         base = f"{self._url}/s/{session.id}"
         has_image = task.machine is not None and not task.machine.is_host
         return {
@@ -161,7 +161,7 @@ def _ending_of(result: CommandResult) -> _Ending:
 
 
 def _check_sampled(session: RecordedSession, cause: str) -> None:
-    """Raises SamplerError where an answer was asked for and never came, SandboxError where none was."""
+    """Raises SamplerError if requests remained unanswered, SandboxError if nothing was sampled."""
     if session.map.counts.failed:
         raise SamplerError("the agent's requests were not answered", received=session.map.counts.failed)
     if session.map.num_sampled_tokens:

@@ -1,13 +1,13 @@
-"""Hidden tests taken apart: what may enter the sandbox, and the expected values that never do.
+"""Splits hidden tests into probes, which enter the sandbox, and expected values, which never do.
 
-The code under test shares a process with the tests that call it. Whatever a test file says there can be read
-by that code (frames, `gc`, `co_consts`), and every judgement made there can be bent. So each assertion that
-is a statement of a test function is cut in two: `assert tally([1, 2]) == 3` becomes
-`__record__(0, tally([1, 2]))` inside, while `3` stays outside; the recorded value crosses as plain data, and
-is compared here. Who forges records must know the values, and has to compute them.
+The code under test shares a process with the tests that call it. It can read everything in a test file there
+(frames, `gc`, `co_consts`), and can manipulate every comparison made there. So each assertion that is a
+statement of a test function is split: `assert tally([1, 2]) == 3` becomes `__record__(0, tally([1, 2]))`
+inside, while `3` stays outside; the recorded value is sent out as plain data and compared here. To forge
+records, code would have to compute the expected values.
 
-Only a literal can stay outside. Of any other assertion the truth is recorded, and what it compares with
-enters: such tests are run with changed expectations as well (see `twins`).
+Only a literal can stay outside. Of any other assertion the truth value is recorded, and the expected value
+enters the sandbox: such tests are also run with changed expectations (see `twins`).
 """
 
 from __future__ import annotations
@@ -39,21 +39,20 @@ _MAX_ALIKE = 100
 
 @dataclass(frozen=True)
 class Expectation:
-    """What one assertion demands of the value that its probe records."""
+    """The condition of one assertion on the value that its probe records."""
 
     line: int
     wanted: object
     operator: str
-    """`Eq` or `Is`, where `wanted` is compared with the value; `Truth` where the assertion's truth is
-    recorded."""
+    """`Eq` or `Is`: `wanted` is compared with the value; `Truth`: the assertion's truth value is recorded."""
 
     @property
     def is_outside(self) -> bool:
-        """Whether what is recorded is compared with a value that stays outside."""
+        """Whether the expected value stays outside."""
         return self.operator != "Truth"
 
     def failure(self, value: object) -> str | None:
-        """Why `value` does not do, like `12 != 14`; None if it does."""
+        """Why `value` fails the assertion, like `12 != 14`; None if it passes."""
         if self.wanted == value and (self.operator == "Eq" or type(value) is type(self.wanted)):
             return None
         if not self.is_outside:
@@ -71,7 +70,7 @@ class HiddenTest:
     path: str
     name: str
     required: tuple[int, ...]
-    """Indices of the expectations that it must reach: all of its own assertions."""
+    """Indices of the expectations that it must reach: those of all its assertions."""
 
     def __str__(self) -> str:
         return f"{self.path}::{self.name}"
@@ -83,21 +82,21 @@ class HiddenFile:
 
     path: str
     segments: tuple[tuple[str, str], ...]
-    """(name, source) of each test function and, with the name "", of what stands between them; without
-    comments, docstrings, messages and the expected values that can stay outside."""
+    """(name, source) of each test function and, with the name "", of the code between them; without comments,
+    docstrings, messages and the expected values that can stay outside."""
     expectations: tuple[Expectation, ...]
     tests: tuple[HiddenTest, ...]
     """In order."""
     solution_names: frozenset[str]
-    """Names in it that stand for what it imports from the code under test."""
+    """Names in it that are imported from the code under test."""
 
     @property
     def probe(self) -> str:
-        """What enters."""
+        """The source that enters the sandbox."""
         return "\n".join(source for _, source in self.segments)
 
     def keeps_secret(self, test: HiddenTest) -> bool:
-        """Whether passing a test takes a value that stays outside."""
+        """Whether passing a test requires a value that stays outside."""
         return any(self.expectations[index].is_outside for index in test.required)
 
     def judge(self, result: ProbeResult | None, test: HiddenTest) -> str | None:
@@ -125,7 +124,7 @@ class HiddenFile:
 
 @dataclass(frozen=True)
 class Opaque:
-    """A value that is no plain data: equal to nothing."""
+    """A value that is not plain data: equal to nothing."""
 
     description: str
 
@@ -139,16 +138,16 @@ class Opaque:
 
 
 @lru_cache(maxsize=4096)
-def take_apart(
+def split_tests(
     path: str, text: str, workspace: frozenset[str] = frozenset(), hidden: frozenset[str] = frozenset()
 ) -> HiddenFile:
     """Splits a hidden test file. Raises TaskError if it does not parse or has no plain test functions.
 
-    `workspace`: top-level names of the workspace's modules, `hidden`: paths of all hidden files. They say
-    what of a file's imports is code under test.
+    `workspace`: top-level names of the workspace's modules, `hidden`: paths of all hidden files. They
+    determine which imports of a file are code under test.
     """
     try:
-        return _take_apart(path, text, workspace, hidden)
+        return _split_tests(path, text, workspace, hidden)
     except (SyntaxError, ValueError) as error:
         raise TaskError(f"does not parse: {error}", field="hidden_files", received=path) from error
     except (RecursionError, MemoryError) as error:
@@ -160,7 +159,7 @@ def take_apart(
         ) from error
 
 
-def _take_apart(path: str, text: str, workspace: frozenset[str], hidden: frozenset[str]) -> HiddenFile:
+def _split_tests(path: str, text: str, workspace: frozenset[str], hidden: frozenset[str]) -> HiddenFile:
     tree = parse_python(text, path)
     names = solution_names(tree, workspace, hidden)
     expectations: list[Expectation] = []
@@ -173,7 +172,7 @@ def _take_apart(path: str, text: str, workspace: frozenset[str], hidden: frozens
                 received=f"{path}:{node.lineno}",
             )
         if is_test(node):
-            tests.append(HiddenTest(path, node.name, _cut(node, names, expectations)))
+            tests.append(HiddenTest(path, node.name, _cut_assertions(node, names, expectations)))
     if not tests:
         raise TaskError("no top-level test functions", field="hidden_files", received=path)
     if len({test.name for test in tests}) < len(tests):
@@ -203,7 +202,7 @@ def judge_report(hidden: Sequence[HiddenFile], report: ProbeReport) -> dict[Hidd
 
 
 def oracles_in(report: ProbeReport) -> dict[tuple[str, str], OracleValues]:
-    """What the oracles of each test were, by its path and name."""
+    """(path, name) of a test -> values of its oracles."""
     return {
         (result.path, result.name): read_oracles(map(read_row, result.values)) for result in report.results
     }
@@ -215,7 +214,7 @@ def is_test(node: ast.AST) -> TypeGuard[ast.FunctionDef]:
 
 
 def solution_names(tree: ast.Module, workspace: Collection[str], hidden: Collection[str]) -> frozenset[str]:
-    """Names that stand for what a module imports from the code under test, and for nothing else."""
+    """Names that a module imports from the code under test and never rebinds."""
     imported: set[str] = set()
     for node in tree.body:
         if isinstance(node, ast.Import | ast.ImportFrom) and not getattr(node, "level", 0):
@@ -229,9 +228,9 @@ def solution_names(tree: ast.Module, workspace: Collection[str], hidden: Collect
 
 
 def is_answer(node: ast.expr, names: Collection[str]) -> bool:
-    """Whether an expression is what the code under test returns for constants, and nothing made of it.
+    """Whether an expression is what the code under test returns for constants, unmodified.
 
-    Its constants are inputs: what the solution is asked. `names`: see `solution_names`.
+    The constants are inputs of the solution. `names`: see `solution_names`.
     """
     match node:
         case ast.Call(func=function, args=arguments, keywords=keywords):
@@ -244,7 +243,7 @@ def is_answer(node: ast.expr, names: Collection[str]) -> bool:
 
 
 def _bound(node: ast.AST) -> list[str]:
-    """Names that a node gives another meaning."""
+    """Names that a node binds."""
     match node:
         case ast.Name(id=name, ctx=ast.Store()) | ast.arg(arg=name):
             return [name]
@@ -255,14 +254,14 @@ def _bound(node: ast.AST) -> list[str]:
 
 
 def _root(node: ast.expr, names: Collection[str]) -> bool:
-    """Whether an expression is a name of the solution's, or an attribute of an answer."""
+    """Whether an expression is a name imported from the solution, or an attribute of an answer."""
     while isinstance(node, ast.Attribute):
         node = node.value
     return node.id in names if isinstance(node, ast.Name) else is_answer(node, names)
 
 
 def _is_solution(name: str, workspace: Collection[str], hidden: Collection[str]) -> bool:
-    """Whether a dotted name is a module of the workspace, or in one, and no hidden file's."""
+    """Whether a dotted name is, or is in, a module of the workspace that is not a hidden file."""
     top = name.partition(".")[0]
     if top not in workspace or top in sys.stdlib_module_names:
         return False
@@ -279,9 +278,11 @@ def _is_async_test(node: ast.stmt) -> bool:
     return isinstance(node, ast.AsyncFunctionDef) and node.name.startswith("test")
 
 
-def _cut(test: ast.FunctionDef, names: Collection[str], expectations: list[Expectation]) -> tuple[int, ...]:
-    """Replaces the assertions of a test by records, in place, as far as they are statements of it and must be
-    reached; what was cut off is added to `expectations`. The indices of these."""
+def _cut_assertions(
+    test: ast.FunctionDef, names: Collection[str], expectations: list[Expectation]
+) -> tuple[int, ...]:
+    """Replaces assertions of a test by records, in place, if they are statements of it and must be reached.
+    Appends their conditions to `expectations` and returns the indices of these."""
     first = len(expectations)
     body: list[ast.stmt] = []
     may_have_returned = False
@@ -302,10 +303,10 @@ def _cut(test: ast.FunctionDef, names: Collection[str], expectations: list[Expec
 
 
 def _secret(node: ast.Assert, names: Collection[str]) -> tuple[Expectation, ast.expr] | None:
-    """The expectation whose wanted value stays outside, and the other side; None where there is none.
+    """The expectation whose wanted value stays outside, and the other side; None if it cannot.
 
-    A value that anyone would guess is no secret where the other side may be a comparison itself; one that
-    cannot cross as plain data would equal no answer.
+    An easily guessed value is no secret if the other side may be a comparison itself; a value that is not
+    plain data would equal no answer.
     """
     if not (isinstance(node.test, ast.Compare) and len(node.test.ops) == 1):
         return None
@@ -331,7 +332,7 @@ def _is_literal(node: ast.expr) -> bool:
 
 
 def read_row(row: Value) -> tuple[int, object]:
-    """(index, value) of one record; index -1 for what no probe would send."""
+    """(index, value) of one record; index -1 for a row that no probe would send."""
     if not isinstance(row, list) or len(row) != 2:
         return -1, None
     index = decode_value(row[0])
@@ -341,7 +342,7 @@ def read_row(row: Value) -> tuple[int, object]:
 def decode_value(value: Value) -> object:
     """Plain data from its wire form (`testrunner.encode_value`); Opaque for everything else.
 
-    The bytes come from a process that the agent's code ran in: nothing about them is trusted.
+    The data comes from a process that ran the agent's code and is untrusted.
     """
     try:
         kind, content = value
@@ -357,8 +358,8 @@ def _items(content: Sequence[Value]) -> list[object]:
 
 
 def _keys(content: Sequence[Value]) -> list[object]:
-    """Items of a set, or keys of a dict. Raises an error for many that have one hash, as numbers can be
-    chosen: to put so many together would hold up all sessions for minutes."""
+    """Items of a set, or keys of a dict. Raises an error for many with one hash, which an attacker can
+    choose: building such a set would block all sessions for minutes."""
     keys = _items(content)
     if max(Counter(map(hash, keys)).values(), default=0) > _MAX_ALIKE:
         raise _TooAlikeError(f"a set of more than {_MAX_ALIKE} items of one hash")

@@ -1,5 +1,5 @@
-"""What an environment session has done, so that it can be shown, sent again and replayed elsewhere; and what
-happens in it, numbered, for watchers: now, or from some event on.
+"""The history of an environment session, so that it can be shown, resent and replayed; and a numbered log of
+its events for watchers.
 """
 
 from __future__ import annotations
@@ -17,33 +17,33 @@ from etude.kit.tasks import Changes
 from etude.records import ToolCall, ToolResult
 
 OVERHEAD_BYTES = 256
-"""What is reckoned for each call beside its texts."""
+"""Bytes counted for each call in addition to its texts."""
 KEPT_EVENTS = 4096
 KEPT_BYTES = 4 << 20
 
 Event = dict[str, Any]
-"""Plain JSON: `n` (its number, from 1), `event` (what happened), and what belongs to it."""
+"""Plain JSON: `n` (its number, from 1), `event` (its kind), and its data."""
 
 
 @dataclass(frozen=True, slots=True)
 class SessionTurn:
-    """The calls of one turn and what they were answered."""
+    """The calls of one turn and their results."""
 
     calls: tuple[ToolCall, ...]
     results: tuple[ToolResult, ...]
     key: str | None = None
-    """The idempotency key with which it was asked for."""
+    """The idempotency key of its request."""
 
     @property
     def size_bytes(self) -> int:
-        """About what it takes to keep it."""
+        """Approximate memory use."""
         outputs = sum(len(result.output) for result in self.results)
         return OVERHEAD_BYTES * len(self.calls) + len(repr(self.calls)) + outputs
 
 
 @dataclass(frozen=True, slots=True)
 class Archived:
-    """A full context that was kept as a file of the workspace, after so many turns."""
+    """A full context that was written to a file of the workspace after `turn` turns."""
 
     turn: int
     path: str
@@ -52,7 +52,7 @@ class Archived:
 
 @dataclass(frozen=True, slots=True)
 class StepEnded:
-    """A step of the task that was verified, after so many turns."""
+    """A step of the task that was verified after `turn` turns."""
 
     turn: int
     verdict: Verdict
@@ -60,7 +60,7 @@ class StepEnded:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A call whose result in a replay is not what it was."""
+    """A call whose result in a replay differs from the recorded one."""
 
     turn: int
     """From 0."""
@@ -72,7 +72,7 @@ class Difference:
 
 @dataclass(slots=True)
 class History:
-    """Everything that was done to a workspace, in order. It only grows, so its beginning never changes."""
+    """Everything that was done to a workspace, in order. Append-only."""
 
     turns: list[SessionTurn] = field(default_factory=list[SessionTurn])
     archives: list[Archived] = field(default_factory=list[Archived])
@@ -80,12 +80,12 @@ class History:
     size_bytes: int = 0
 
     def add(self, turn: SessionTurn) -> None:
-        """A turn has ended."""
+        """Appends a turn that has ended."""
         self.turns.append(turn)
         self.size_bytes += turn.size_bytes
 
     def archive(self, path: str, text: str) -> None:
-        """A context was kept. Kept twice, it counts once."""
+        """Appends an archived context. Archiving the same one twice in a row counts once."""
         entry = Archived(len(self.turns), path, text)
         if not self.archives or self.archives[-1] != entry:
             self.archives.append(entry)
@@ -103,7 +103,7 @@ class History:
         return cut
 
     def find(self, number: int | None, key: str | None, calls: Sequence[ToolCall]) -> SessionTurn | None:
-        """The turn that a request asks for again; None for a new one.
+        """The existing turn that a request repeats; None for a new one.
 
         Raises UserError for the number or key of a turn with other calls, and for a number that skips turns.
         """
@@ -125,10 +125,10 @@ class History:
 
 
 class EventLog:
-    """The events of one session, for one event loop: the last ones only.
+    """The last events of one session, for one event loop.
 
-    A watcher reads it at a pace of its own; one that falls behind what is kept is let go with a word.
-    Watching never slows a session down.
+    Watchers read at their own pace; one that falls behind the retained events gets a `dropped` event and
+    ends. Watching never slows a session down.
     """
 
     def __init__(self, kept_events: int = KEPT_EVENTS) -> None:
@@ -141,7 +141,7 @@ class EventLog:
         self._news = Changes()
 
     def put(self, event: str, **what: Any) -> None:
-        """Something happened. `what`: plain JSON values."""
+        """Appends an event. `what`: plain JSON values."""
         if self._closed:
             return
         self.last += 1
@@ -154,15 +154,15 @@ class EventLog:
         self._news.notify()
 
     def close(self) -> None:
-        """Nothing more happens: watchers see the rest and end."""
+        """Ends the log: watchers get the remaining events and end."""
         self._closed = True
         self._news.notify()
 
     async def watch(self, after: int = 0) -> AsyncGenerator[Event, None]:
-        """The events with numbers above `after`, and those to come, until the session is closed.
+        """Yields events with numbers above `after`, and new ones, until the session is closed.
 
-        Events that are not kept any longer come as one `gap`. A watcher that is too slow gets `dropped`
-        as its last event; it may begin again after the last number that it saw.
+        Events that are no longer retained are replaced by one `gap`. A watcher that is too slow gets
+        `dropped` as its last event; it may resume after the last number that it saw.
         """
         seen = min(after, self.last)
         if self._num_gone > seen:
@@ -182,16 +182,16 @@ class EventLog:
 
     @property
     def _num_gone(self) -> int:
-        """Events that are kept no longer: the first ones."""
+        """Number of events, from the first, that are no longer retained."""
         return self.last - len(self._kept)
 
 
 class TurnConflictError(UserError):
-    """A turn's number or key that came with two different sets of calls."""
+    """A turn's number or key was sent with two different sets of calls."""
 
 
 def differences(number: int, turn: SessionTurn, results: Sequence[ToolResult]) -> list[Difference]:
-    """Where a turn that was run again was answered otherwise. How long a call took does not count."""
+    """Calls of a replayed turn whose results differ. Durations of calls are not compared."""
     return [
         Difference(number, position, call, expected, received)
         for position, (call, expected, received) in enumerate(
@@ -204,7 +204,7 @@ def differences(number: int, turn: SessionTurn, results: Sequence[ToolResult]) -
 
 DURATIONS = "durations"
 _LONGEST = 1 << 20
-"""Characters of an answer beyond which nothing is looked for."""
+"""Longer outputs are not searched for causes."""
 _VOLATILE: dict[str, re.Pattern[str]] = {
     "addresses": re.compile(r"\b0x[0-9a-fA-F]{6,16}\b"),
     "dates and times": re.compile(
@@ -217,9 +217,9 @@ _VOLATILE: dict[str, re.Pattern[str]] = {
 
 
 def causes_of(difference: Difference) -> tuple[str, ...]:
-    """What alone differs, of: addresses, dates and times, temporary names, durations.
+    """The kinds of text that explain a difference: addresses, dates and times, temporary names, durations.
 
-    Empty where there is more to it, or where nobody can know.
+    Empty if there are other differences, or if the outputs are too long to search.
     """
     before, now = difference.expected, difference.received
     if (before.error, before.finished) != (now.error, now.finished):

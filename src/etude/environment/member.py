@@ -1,4 +1,4 @@
-"""One episode's view of the sampler, for callers that must know how far it has come."""
+"""One episode's view of the sampler, which counts its tokens and tracks its open sessions."""
 
 from __future__ import annotations
 
@@ -8,60 +8,59 @@ import numpy as np
 from numpy.typing import NDArray
 
 from etude.kit.tasks import closing
-from etude.protocols import Sampler, TokenTally
+from etude.protocols import Sampler, TokenProgress
 from etude.records import PolicyVersion, SampleChunk, SampleRequest, Scores
 
 
-class MemberSampler(Sampler, TokenTally):
-    """Implements Sampler and TokenTally for the sessions of one episode: attempts, which
-    follow each other, and sessions that left another one in its middle, side by side.
+class MemberSampler(Sampler, TokenProgress):
+    """Implements Sampler and TokenProgress for the sessions of one episode: attempts, one after the other, or
+    siblings of a fork, side by side.
 
-    On a reproducible schedule the last session that is open stays open until `end`: the episode's grading is
-    then one more thing that the schedule waits for at a fixed step, as if it were that session's last tool.
+    On a reproducible schedule the last session stays open until `end`, so that the schedule waits for the
+    episode's grading at a fixed step, as if it were that session's last tool.
     """
 
     def __init__(
         self,
         sampler: Sampler,
-        holds: bool,
+        defers_close: bool,
         on_open: Callable[[str, MemberSampler], None] | None = None,
     ) -> None:
-        """`holds`: whether closing the last open session is put off until `end`, or until another one is
+        """`defers_close`: whether closing the last open session waits for `end`, or until another one is
         opened. `on_open`: called with every session that is opened."""
         self.num_tokens = 0
         """Tokens sampled so far, those of failed attempts included."""
         self.num_cached: int | None = None
-        """Of the first request's input, tokens whose keys the sampler had already; None where it does not
-        tell."""
-        self.unnoted: set[str] = set()
-        """Sessions that were opened, taken out by the code that notes their end."""
+        """Cached tokens of the first request's input; None where the sampler does not report them."""
+        self.unrecorded_ends: set[str] = set()
+        """Sessions that were opened; `PacedEpisodes` removes each when the schedule has recorded its end."""
         self._sampler = sampler
-        self._holds = holds
+        self._defers_close = defers_close
         self._on_open = on_open
         self._open: dict[str, None] = {}
-        """Sessions that are open with the sampler, in the order of their opening."""
-        self._put_off: str | None = None
-        """The one of them that its driver has closed."""
+        """Sessions that are open in the sampler, in the order of opening."""
+        self._deferred: str | None = None
+        """The one of them whose close is deferred."""
         self._is_first = True
 
-    def tally(self, num_tokens: int) -> None:
+    def report_tokens(self, num_tokens: int) -> None:
         self.num_tokens = num_tokens
 
     def open(self, session_id: str, beside: str | None = None) -> None:
-        """See Sampler.open. A session that was opened ahead of its driver stays open."""
+        """See Sampler.open. Nothing happens if the session was opened before its driver did."""
         if session_id in self._open:
             return
-        if self._put_off is not None:
-            self._close(self._put_off)
+        if self._deferred is not None:
+            self._close(self._deferred)
         self._sampler.open(session_id, beside)
         self._open[session_id] = None
         if self._on_open is not None:
             self._on_open(session_id, self)
-            self.unnoted.add(session_id)
+            self.unrecorded_ends.add(session_id)
 
     def close(self, session_id: str) -> None:
-        if self._holds and list(self._open) == [session_id]:
-            self._put_off = session_id
+        if self._defers_close and list(self._open) == [session_id]:
+            self._deferred = session_id
         else:
             self._close(session_id)
 
@@ -73,7 +72,7 @@ class MemberSampler(Sampler, TokenTally):
     def _close(self, session_id: str) -> None:
         if session_id in self._open:
             del self._open[session_id]
-            self._put_off = None if self._put_off == session_id else self._put_off
+            self._deferred = None if self._deferred == session_id else self._deferred
             self._sampler.close(session_id)
 
     async def stream(self, request: SampleRequest) -> AsyncIterator[SampleChunk]:

@@ -1,7 +1,7 @@
-"""Names that clients give to tasks, runs and files: one grammar, checked where a request comes in.
+"""Checks the names that clients give to tasks, runs and files, when a request arrives.
 
-A task's name stands in ids of trajectories, in paths of stores and in tables, so it is one or more words
-with slashes between them; a word begins with a letter or a digit. `../..` is none, and neither is ``.
+A task's name is part of trajectory ids, of paths in stores and of tables, so it is one or more words
+separated by slashes; a word begins with a letter or a digit. `../..` is not a name, and neither is ``.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ _RUN = re.compile(_WORD)
 
 
 def check_task_name(name: str, field: str = "task") -> str:
-    """The name itself. Raises UserError for what is no name of a task, such as `../..`."""
+    """Returns the name. Raises UserError if it is not a name of a task, such as `../..`."""
     return _checked(_TASK, name, field, "words with slashes between them, as in org/fix-1")
 
 
 def check_run_name(name: str) -> str:
-    """The name itself. Raises UserError for what is no name of a run: one word, without slashes."""
+    """Returns the name. Raises UserError if it is not a name of a run: one word, without slashes."""
     return _checked(_RUN, name, "run", "as in nightly-3")
 
 
 def template_of(files: Mapping[str, str], field: str) -> Template:
-    """A template of a client's files: paths inside a workspace, each once, none a directory of another's.
+    """A template of a client's files: distinct paths inside a workspace, none of them a directory of another.
 
     Raises UserError that names the path.
     """

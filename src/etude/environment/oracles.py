@@ -1,18 +1,19 @@
-"""What a hidden test computes for itself, whatever solution runs beside it.
+"""Oracles: values that a hidden test computes itself, independently of the solution.
 
-`assert result == sorted(xs)` computes what it expects beside the code under test, which may replace `sorted`,
-empty `xs`, or fix random inputs, so that its wrong answer is what the test then expects. So operands of
-comparisons and arguments of checks in which the solution has no part are *oracles*: they are recorded as
-answers are, and must be what they were beside the reference solution.
+`assert result == sorted(xs)` computes its expected value in the process of the code under test, which may
+replace `sorted`, empty `xs`, or fix random inputs, so that its wrong answer is what the test then expects. So
+operands of comparisons and arguments of checks that do not depend on the solution are *oracles*: they are
+recorded like answers, and must equal those recorded with the reference solution.
 
     assert abs(f(x) - math.sqrt(x)) < 1e-9  --->  assert abs(f(x) - __record__(-10, math.sqrt(x))) < ...
     assert f(xs) == sorted(xs)              --->  assert __record__(-13, f(xs)) == __record__(-12, sorted(xs))
 
-What is compared with an oracle is recorded one below it: its data must be the oracle's, whatever it says of
-itself.
+The value that is compared with an oracle is recorded under the next lower index: its data must equal the
+oracle's, whatever its own `__eq__` says.
 
-Recorded is only what every right solution leaves alone and has evaluated as often: nothing under a condition
-or in a loop over what the solution gives, nothing from files, clocks or the shared random generator.
+Recorded are only values that no right solution changes, and that are evaluated equally often with each: none
+under a condition or in a loop over the solution's results, none from files, clocks or the shared random
+generator.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _PURE = frozenset((
     "math", "numbers", "operator", "re", "statistics", "string", "struct", "textwrap", "types",
     "typing", "unicodedata", "zlib",
 ))  # fmt: skip
-"""Modules of the standard library that hold no state which a right solution may change."""
+"""Modules of the standard library without state that a right solution may change."""
 _IMPURE = frozenset((
     "__import__", "compile", "dir", "eval", "exec", "globals", "hash", "id", "input", "locals", "open",
     "vars",
@@ -39,7 +40,7 @@ _CONDITIONS = (ast.BoolOp, ast.IfExp, ast.If, ast.Match, ast.Try, ast.While)
 _SCOPES = (ast.ClassDef, ast.FunctionDef, ast.Lambda)
 
 OracleValues = Mapping[int, object]
-"""The digest of what each oracle of a test was in all its evaluations, in order, by its index."""
+"""Index of an oracle -> digest of its values in all evaluations of a test, in order."""
 
 
 def mark_oracles(
@@ -48,13 +49,13 @@ def mark_oracles(
     solution: Collection[str],
     is_outside: Callable[[int], bool],
 ) -> None:
-    """Has the oracles of tests recorded, in place.
+    """Wraps the oracles of tests in records, in place.
 
-    `solution`: names of the code under test, whose inputs are no oracles. `is_outside`: whether what is
-    recorded under an index is compared outside, so that the test computes nothing for it.
+    `solution`: names of the code under test, whose inputs are no oracles. `is_outside`: whether the value
+    recorded under an index is compared outside, so that the test has no oracle for it.
     """
     foreign = {*_IMPURE, *_foreign_names(tree)}
-    foreign |= spread_names(tree.body, foreign)
+    foreign |= tainted_names(tree.body, foreign)
     marker = _Marker(solution, foreign, is_outside)
     for test in tests:
         plain = [node for node in test.body if not isinstance(node, _SCOPES)]
@@ -63,8 +64,8 @@ def mark_oracles(
         marker.mark(test)
 
 
-def known_oracles(one: OracleValues, other: OracleValues) -> OracleValues:
-    """The oracles that were alike in two runs of the reference solution, and answers that equalled them."""
+def stable_oracles(one: OracleValues, other: OracleValues) -> OracleValues:
+    """The oracles that were equal in two runs of the reference solution, with answers equal to them."""
     return {
         index: digest
         for index, digest in one.items()
@@ -73,17 +74,17 @@ def known_oracles(one: OracleValues, other: OracleValues) -> OracleValues:
 
 
 def read_oracles(rows: Iterable[tuple[int, object]]) -> OracleValues:
-    """The oracles among what a test recorded."""
+    """The oracles among the records of a test."""
     return {index: digest for index, digest in rows if index <= FIRST_ORACLE}
 
 
-def spare_arguments(probe: str, solution: Collection[str]) -> str:
-    """A probe that gives the solution copies of arguments: what it changes is nothing of the test's own.
+def copy_arguments(probe: str, solution: Collection[str]) -> str:
+    """The probe with arguments of the solution copied, so that it cannot change the test's own values.
 
     `solution`: names of the code under test.
     """
     tree = parse_python(probe)
-    foreign = {*solution, *spread_names(tree.body, solution)} - {RECORD}
+    foreign = {*solution, *tainted_names(tree.body, solution)} - {RECORD}
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and any(name in foreign for name in _used(node.func)):
             node.args = [_copied(argument) for argument in node.args]
@@ -102,7 +103,7 @@ def _copied(node: ast.expr) -> ast.expr:
 
 
 class _Marker(ast.NodeTransformer):
-    """Wraps oracles. What is evaluated only under a condition, or later, stays as it is."""
+    """Wraps oracles in records, except those that are evaluated conditionally or later."""
 
     def __init__(
         self, solution: Collection[str], foreign: Collection[str], is_outside: Callable[[int], bool]
@@ -115,8 +116,8 @@ class _Marker(ast.NodeTransformer):
         self._next = FIRST_ORACLE
 
     def mark(self, test: ast.FunctionDef) -> None:
-        """Has the oracles of one test recorded."""
-        self._local = spread_names(test.body, self._foreign)
+        """Wraps the oracles of one test."""
+        self._local = tainted_names(test.body, self._foreign)
         self._known = {}
         self.generic_visit(test)
 
@@ -172,7 +173,7 @@ class _Marker(ast.NodeTransformer):
         return _recorded(self._next + 2, node)
 
     def _is_foreign(self, node: ast.AST) -> bool:
-        """Whether a node uses something foreign. Looks at each node once."""
+        """Whether a node uses a foreign name. Memoised, so each node is visited once."""
         known = self._known.get(node)
         if known is None:
             if isinstance(node, ast.Name | ast.Lambda | ast.Attribute):
@@ -192,7 +193,7 @@ def _is_recorded(node: ast.expr) -> bool:
 
 
 def _foreign_names(tree: ast.Module) -> Iterator[str]:
-    """Names of a module that stand for what it imports, but for pure modules of the standard library."""
+    """Names that a module imports, except from pure modules of the standard library."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
             for alias in node.names:
@@ -202,8 +203,8 @@ def _foreign_names(tree: ast.Module) -> Iterator[str]:
                     yield alias.asname or alias.name.partition(".")[0]
 
 
-def spread_names(body: Sequence[ast.stmt], foreign: Collection[str]) -> set[str]:
-    """Names beside these that may stand for something foreign after some statements. Takes linear time."""
+def tainted_names(body: Sequence[ast.stmt], foreign: Collection[str]) -> set[str]:
+    """Further names to which the values of `foreign` names may flow in some statements. Takes linear time."""
     flows: dict[str, list[list[str]]] = {}
     found: set[str] = set()
     for node in (node for statement in body for node in ast.walk(statement)):
@@ -226,8 +227,8 @@ def spread_names(body: Sequence[ast.stmt], foreign: Collection[str]) -> set[str]
 
 
 def _flow(node: ast.AST) -> tuple[ast.AST | None, Sequence[ast.expr]]:
-    """What a node hands on, and the expressions whose names receive it: what it assigns to, and what a call
-    that is made for its effect alone is given."""
+    """(source, targets) of a node's data flow: an assignment's value and targets, or a call made for its
+    effect and the arguments that it may change."""
     match node:
         case ast.Assign(targets=targets, value=value):
             return value, targets
@@ -250,7 +251,7 @@ def _flow(node: ast.AST) -> tuple[ast.AST | None, Sequence[ast.expr]]:
 
 
 def _used(node: ast.AST) -> Iterator[str]:
-    """Names that a node uses, but for parameters of its own, and `random` in `random.Random`."""
+    """Names that a node uses, except its own parameters, and `random` in `random.Random`."""
     waiting: list[tuple[ast.AST, frozenset[str]]] = [(node, frozenset())]
     while waiting:
         node, own = waiting.pop()

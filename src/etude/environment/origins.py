@@ -1,5 +1,5 @@
-"""Where an environment session begins: a task, files, a directory, a commit of a repository, a snapshot; and
-what happens in its sandbox before the agent begins: health checks, and the files and setup of a step."""
+"""Creates the initial sandbox of an environment session: from a task, files, a directory, a commit or a
+snapshot; then runs health checks and writes the files of a step, before the agent begins."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ from etude.sandbox.types import CommandResult, Network, Resources
 from etude.sandbox.wrapping import WrappedSandbox
 
 SOURCE_BYTES = 256 << 20
-"""Files of one directory or repository, together."""
+"""Size limit for all files of one directory or repository."""
 _GIT_S = 60.0
 OWN_ENV = {
     "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
     **dict.fromkeys(("LD_LIBRARY_PATH", "LD_PRELOAD", "BASH_ENV", "ENV"), ""),
 }
-"""Of our own commands: those of an image may lead into the workspace, where the agent puts what it likes."""
+"""Environment of our own commands: an image's variables may name the workspace, which the agent controls."""
 OWN_S = 60.0
-"""How long one of them may take."""
+"""Their time limit."""
 _SETUP_S = 600.0
 _SAID_CHARS = 200
 
 
 @dataclass(frozen=True)
 class Origin:
-    """What the first sandbox of a session is made from; made again for a fork at an earlier turn."""
+    """Describes the initial sandbox of a session, which forks at an earlier turn make again."""
 
     template: Template | None = None
     resources: Resources = field(default_factory=Resources)
@@ -49,19 +49,19 @@ class Origin:
     snapshot: str | None = None
     """Continues this snapshot; template and resources are then the snapshot's own."""
     health: HealthCheck | None = None
-    """What must succeed in a new sandbox before it is used."""
+    """Must succeed in a new sandbox before it is used."""
     publishes: bool = False
-    """Whether it has `/logs/artifacts`, for what the verifier sees of the agent's."""
+    """Whether it has `/logs/artifacts`, for files of the agent that the verifier sees."""
     step: TaskStep | None = None
-    """The task's first step: its files are laid, and its setup runs, before the agent begins."""
+    """The task's first step: its files are written, and its setup runs, before the agent begins."""
 
     @property
     def digest(self) -> str:
-        """Names what the session begins with: the template's digest, or the snapshot's id."""
+        """Identifies the initial state: the template's digest, or the snapshot's id."""
         return self.snapshot or (self.template or Template()).digest
 
     async def make(self, backend: SandboxBackend, life_s: float | None = None) -> Sandbox:
-        """A new sandbox in the first state. `life_s`: it is then killed, if nobody did that before."""
+        """Creates a sandbox in the initial state. `life_s`: it is killed after so long at the latest."""
         if self.snapshot is not None:
             return await backend.create(timeout_s=life_s, snapshot=self.snapshot)
         sandbox = await backend.create(self.template, self.resources, self.network, life_s)
@@ -83,8 +83,8 @@ class Origin:
 
 
 def task_origin(task: Task, given: Resources, reach: tuple[str, ...] = ()) -> Origin:
-    """Where a session on a task begins. `reach`: what it may reach beside the task's own hosts, as in
-    `Network.allow`. Raises TaskError as `task_template`."""
+    """The origin of a session on a task. `reach`: hosts that it may reach in addition to the task's own, as
+    in `Network.allow`. Raises TaskError as `task_template`."""
     machine = task.machine
     hosts = (*((machine and machine.hosts) or ()), *reach)
     return Origin(
@@ -102,21 +102,21 @@ def task_origin(task: Task, given: Resources, reach: tuple[str, ...] = ()) -> Or
 
 
 def verifier_origin(task: Task, script: TestScript, given: Resources) -> Origin:
-    """Where its test.sh begins: on the task's machine, or on its own. Raises TaskError as `task_template`."""
+    """The origin of a verifier's sandbox, on the task's or its own machine. Raises as `task_template`."""
     own = task if script.machine is None else replace(task, files={}, machine=script.machine)
     template = task_template(own, script.user)
     return Origin(template, task_resources(own, given), Network(script.hosts) if script.hosts else None)
 
 
 def user_of(task: Task | None) -> SimulatedUser | None:
-    """Who answers the agent's questions in rollouts: a simulated user, where the task withholds facts."""
+    """The simulated user that answers questions in rollouts; None if the task withholds no facts."""
     return SimulatedUser(task.user_facts) if task is not None and task.user_facts else None
 
 
 def task_template(task: Task, user: str = "") -> Template:
-    """What an agent sees of a task: its files, over the image of its machine. `user`: in place of the agent.
+    """The template of a task: its files, over the image of its machine. `user`: overrides the agent's user.
 
-    Raises TaskError for a task whose image was not looked for (see `task_images`).
+    Raises TaskError for a task whose image was not resolved (see `task_images`).
     """
     machine = task.machine
     if machine is None or machine.is_host:
@@ -131,16 +131,20 @@ def task_template(task: Task, user: str = "") -> Template:
         )
     user = user or machine.user or found.user
     home = "/root" if user.partition(":")[0] in ("", "root", "0") else "/tmp"
-    env = {"HOME": home, **found.env, **machine.env}  # else the workspace, where the agent's settings lie
+    env = {
+        "HOME": home,
+        **found.env,
+        **machine.env,
+    }  # the default is the workspace, with settings of the agent's
     image = Image(found.name, found.layers, env, machine.workdir or found.workdir, user)
     return Template(task.files, task.id, image)
 
 
 def task_resources(task: Task, given: Resources) -> Resources:
-    """What a task's sandboxes may use: what it asks for, else what the run gives.
+    """The resources of a task's sandboxes: those that it requires, else the run's.
 
-    A machine of its own has at least room for the programs that images are made for: 256 processes, 1 GiB of
-    files, and all the processor time that its time limits leave on every core.
+    A machine of its own has at least what programs in images typically need: 256 processes, 1 GiB of files,
+    and the processor time of all cores within its time limits.
     """
     machine = task.machine
     if machine is None:
@@ -160,8 +164,8 @@ def task_resources(task: Task, given: Resources) -> Resources:
     )
 
 
-async def run_own(sandbox: Sandbox, what: str, command: str, stdin: bytes = b"") -> CommandResult:
-    """Runs a command of ours, which does `what`. Raises SandboxError where it takes too long."""
+async def run_harness_command(sandbox: Sandbox, what: str, command: str, stdin: bytes = b"") -> CommandResult:
+    """Runs one of our own commands; `what` describes it. Raises SandboxError if it takes too long."""
     result = await sandbox.commands.run(command, OWN_S, OWN_ENV, stdin=stdin)
     if result.timed_out:
         raise SandboxError(f"{what} took more than {OWN_S:g} s", field="sandbox", received=sandbox.id)
@@ -169,7 +173,7 @@ async def run_own(sandbox: Sandbox, what: str, command: str, stdin: bytes = b"")
 
 
 async def wait_until_healthy(sandbox: Sandbox, check: HealthCheck) -> str | None:
-    """Runs a health check until it succeeds: how it failed, or None. Raises SandboxError."""
+    """Runs a health check until it succeeds; returns how it failed, or None. Raises SandboxError."""
     began, num_failed = time.monotonic(), 0
     while True:
         is_starting = time.monotonic() - began < check.start_period_s
@@ -187,9 +191,9 @@ async def wait_until_healthy(sandbox: Sandbox, check: HealthCheck) -> str | None
 
 
 async def begin_step(sandbox: Sandbox, step: TaskStep) -> str | None:
-    """Lays a step's files into the working directory, runs its setup and waits until it is healthy.
+    """Writes a step's files to the working directory, runs its setup and waits until it is healthy.
 
-    Why that failed, or None. Raises SandboxError if our own machinery failed.
+    Returns why that failed, or None. Raises SandboxError if our own machinery failed.
     """
     try:
         if step.files:
@@ -223,9 +227,9 @@ def directory_template(path: Path) -> Template:
 
 
 async def repository_template(path: Path, commit: str = "HEAD") -> Template:
-    """The files of one commit of a repository on this host, without `.git`: no future, no past.
+    """The files of one commit of a repository on this host, without `.git`, so without other commits.
 
-    Raises ConfigError for what is no repository or no commit, ResourceError for more than SOURCE_BYTES.
+    Raises ConfigError if there is no such repository or commit, ResourceError for more than SOURCE_BYTES.
     """
     # A name that begins with a dash would be an option; `--end-of-options` needs a newer git than many hosts.
     if commit.startswith("-") or not commit:
@@ -261,23 +265,23 @@ def _check_size(total: int, path: Path) -> None:
 
 
 class DeferredSandbox(WrappedSandbox):
-    """Implements Sandbox. Errors of the making are raised by the first use."""
+    """A sandbox that is created in the background. Errors of its creation are raised by the first use."""
 
     def __init__(self, making: Coroutine[Any, Any, Sandbox]) -> None:
-        """Begins to make the sandbox at once; needs a running event loop."""
+        """Starts creating the sandbox; needs a running event loop."""
         super().__init__("pending")
         self._making = asyncio.create_task(making)
 
     @property
     def id(self) -> str:
-        """The sandbox's id; `pending` until it is there."""
+        """The sandbox's id; `pending` until it exists."""
         return self._making.result().id if self._making.done() else "pending"
 
     async def reach(self, operation: str) -> Sandbox:
-        """The sandbox itself. Raises SandboxError if it could not be made."""
+        """The sandbox itself. Raises SandboxError if it could not be created."""
         return await asyncio.shield(self._making)
 
     async def kill(self) -> None:
-        """See Sandbox.kill. A sandbox that could not be made has nothing to kill."""
+        """See Sandbox.kill. Does nothing if the sandbox could not be created."""
         with contextlib.suppress(SandboxError):
             await super().kill()

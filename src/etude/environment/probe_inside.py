@@ -1,4 +1,4 @@
-"""Run inside a sandbox: prints what can be seen there that might tell one environment from another.
+"""Runs inside a sandbox: prints everything visible there by which environments might be distinguished.
 
 `python3 probe_inside.py SECTION` prints one JSON object of texts. Standard library only; short, since tools
 show a few thousand characters of output.
@@ -31,7 +31,7 @@ def read(path: str) -> str:
         return "(" + type(error).__name__ + ")"
 
 
-def said(*command: str) -> str:
+def output_of(*command: str) -> str:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
     except (OSError, subprocess.SubprocessError) as error:
@@ -43,7 +43,7 @@ def digest(text: str) -> str:
     return hashlib.sha256(text.encode(errors="replace")).hexdigest()[:16]
 
 
-def listed(path: str) -> str:
+def entries_of(path: str) -> str:
     try:
         return " ".join(sorted(os.listdir(path)))  # noqa: PTH208
     except OSError as error:
@@ -81,7 +81,7 @@ def clock() -> dict[str, object]:
         "now": int(time.time()),
         "zone": " ".join(time.tzname),
         "offset_s": time.timezone,
-        "locale": said("locale")[:SHOWN],
+        "locale": output_of("locale")[:SHOWN],
         "uptime": read("/proc/uptime").split(" ")[0],
         "boot_id": read("/proc/sys/kernel/random/boot_id"),
         "boot_time": line_of("/proc/stat", "btime"),
@@ -90,11 +90,11 @@ def clock() -> dict[str, object]:
 
 def git() -> dict[str, object]:
     return {
-        "version": said("git", "--version"),
-        "config": said("git", "config", "--list", "--show-origin"),
-        "head": said("git", "rev-parse", "HEAD"),
-        "remotes": said("git", "remote", "-v"),
-        "log": said("git", "log", "--oneline", "-n", "3"),
+        "version": output_of("git", "--version"),
+        "config": output_of("git", "config", "--list", "--show-origin"),
+        "head": output_of("git", "rev-parse", "HEAD"),
+        "remotes": output_of("git", "remote", "-v"),
+        "log": output_of("git", "log", "--oneline", "-n", "3"),
         "dot_git": str(os.path.exists(".git")),  # noqa: PTH110
     }
 
@@ -103,7 +103,7 @@ def tools() -> dict[str, object]:
     found: dict[str, object] = {name: shutil.which(name) or "-" for name in PROGRAMS.split()}
     for name in ("rg", "node", "gcc"):
         if found[name] != "-":
-            found[name + "_version"] = said(name, "--version").split("\n")[0]
+            found[name + "_version"] = output_of(name, "--version").split("\n")[0]
     return found
 
 
@@ -151,14 +151,14 @@ def proc() -> dict[str, object]:
     }
     return {
         "init": read("/proc/1/cmdline").replace("\0", " "),
-        "num_processes": sum(name.isdigit() for name in listed("/proc").split()),
+        "num_processes": sum(name.isdigit() for name in entries_of("/proc").split()),
         "parent": read(f"/proc/{os.getppid()}/cmdline").replace("\0", " ").split(" ")[0],
         "cgroup": read("/proc/self/cgroup"),
         "mounts": " ".join(sorted(f"{m[1]}:{m[2]}" for m in mounts if not m[1].startswith("/proc/"))),
         "mount_sources": digest(" ".join(sorted(m[0] for m in mounts))),
         "markers": " ".join(p for p in ("/.dockerenv", "/run/.containerenv") if os.path.exists(p)),  # noqa: PTH110
         "cmdline": digest(read("/proc/cmdline")),
-        "dmesg": digest(said("dmesg"))[:16],
+        "dmesg": digest(output_of("dmesg"))[:16],
         **status,
     }
 
@@ -174,13 +174,13 @@ def network() -> dict[str, object]:
 
 def paths() -> dict[str, object]:
     return {
-        "root": listed("/"),
-        "tmp": listed("/tmp"),
-        "home": listed(os.path.expanduser("~")),  # noqa: PTH111
-        "workspace": listed("."),
-        "opt": listed("/opt"),
-        "mnt": listed("/mnt"),
-        "etc": digest(listed("/etc")),
+        "root": entries_of("/"),
+        "tmp": entries_of("/tmp"),
+        "home": entries_of(os.path.expanduser("~")),  # noqa: PTH111
+        "workspace": entries_of("."),
+        "opt": entries_of("/opt"),
+        "mnt": entries_of("/mnt"),
+        "etc": digest(entries_of("/etc")),
         "workspace_status": f"{os.stat('.').st_mode:o} {os.stat('.').st_uid}",  # noqa: PTH116
     }
 

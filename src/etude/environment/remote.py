@@ -1,8 +1,8 @@
-"""Environment sessions on a server, for the sampling side: `RemoteSession` is a `Workspace` like any other.
+"""Client of the environment server: `RemoteSession` is a `Workspace` like any other.
 
-A turn is named by its number. One whose answer was lost is asked for again and never run twice, so a broken
-connection costs time and nothing else; where the server is gone for good, that is an InfrastructureError.
-Errors arrive as the types that they had on the server.
+A turn is identified by its number. If its answer was lost it is requested again and never run twice, so a
+broken connection costs only time; if the server stays unreachable, that is an InfrastructureError. Errors
+have the same types as on the server.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from etude.sandbox.wire_types import decode_error
 from etude.serving.client import Transport
 
 BUSY_S = 30.0
-"""How long a server that has no room at present is asked again."""
+"""How long requests to a server without capacity are retried."""
 
 
 class RemoteEnvironment:
-    """One environment server, for one event loop. `close` it at the end; its sessions live on."""
+    """One environment server, for one event loop. `close` it at the end; its sessions continue to exist."""
 
     def __init__(
         self,
@@ -57,10 +57,10 @@ class RemoteEnvironment:
         return RemoteSession(self, row)
 
     async def connect(self, session_id: str, num_turns: int | None = None) -> RemoteSession:
-        """A session that exists already. `num_turns`: turns whose results the caller has; by default all.
+        """Connects to an existing session. `num_turns`: turns whose results the caller has; by default all.
 
-        Who was cut off in a turn names the turns before it: that one is then asked for again. Raises
-        SandboxMissingError, and UserError for what is no id.
+        A caller that was disconnected during a turn passes the number of turns before it: that turn is then
+        requested again. Raises SandboxMissingError, and UserError for an invalid id.
         """
         if re.fullmatch(r"[A-Za-z0-9_-]+", session_id) is None:
             raise UserError(
@@ -78,13 +78,13 @@ class RemoteEnvironment:
         return await self.connection.call("GET", "/tools", again=True)
 
     async def close(self) -> None:
-        """Closes the line."""
+        """Closes the connection."""
         await self.connection.close()
 
 
 @dataclass(slots=True)
 class _Progress:
-    """What the listeners of a turn have received, however often the turn is asked for."""
+    """Reports each event of a turn to its listeners once, however often the turn is requested."""
 
     calls: Sequence[ToolCall]
     on_call: OnCall
@@ -112,16 +112,16 @@ class _Progress:
 
 
 class RemoteSession:
-    """Implements `Workspace` over HTTP; and the rest of what an EnvironmentSession does."""
+    """Implements `Workspace` and the other methods of EnvironmentSession over HTTP."""
 
     def __init__(
         self, environment: RemoteEnvironment, row: Mapping[str, Any], num_turns: int | None = None
     ) -> None:
         self.id = str(row["id"])
         self.described = dict(row)
-        """What the server said of it when it was made or connected to."""
+        """The server's description of it at creation or connection."""
         self.num_turns = int(row["turns"]) if num_turns is None else num_turns
-        """Turns whose results have come."""
+        """Turns whose results were received."""
         self._environment = environment
         self._connection = environment.connection
 
@@ -138,11 +138,11 @@ class RemoteSession:
         def turn() -> Awaitable[tuple[Any, bytes]]:
             return self._connection.long("POST", path, header=body, on_frame=progress.on_frame, again=True)
 
-        # Asked for again while the server has no room for it: then nothing of it has run.
+        # Retried while the server has no capacity: then no call has run.
         backoff = Backoff(0.05, 2.0, within_s=BUSY_S)
         answer, _ = await retry_async(turn, CapacityError, backoff)
         results = self._connection.decode_with(_results, answer)
-        # Results that no event brought, because the line broke or nothing was to be run.
+        # Results without an event, because the connection broke or no call had to run.
         for position, result in enumerate(results):
             if position in progress.begun or was_run(result):
                 progress.end(position, result)
@@ -180,7 +180,7 @@ class RemoteSession:
         return [self._fork_of(row) for row in rows]
 
     async def describe(self) -> dict[str, Any]:
-        """What the server knows of it now."""
+        """The server's current description of it."""
         return await self._connection.call("GET", f"/sessions/{self.id}", again=True)
 
     async def close(self) -> None:
@@ -194,7 +194,7 @@ class RemoteSession:
         return error if isinstance(error, InfrastructureError) else SandboxError(str(error), field="fork")
 
     async def _post(self, operation: str, body: Mapping[str, Any]) -> tuple[Any, bytes]:
-        """A request that does the same when it comes twice."""
+        """An idempotent request."""
         return await self._connection.long(
             "POST", f"/sessions/{self.id}/{operation}", header=body, again=True
         )

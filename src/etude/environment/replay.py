@@ -1,11 +1,11 @@
-"""A stored trajectory done again: its calls in a fresh sandbox, its session given the same inputs.
+"""Replays a stored trajectory: its calls in a fresh sandbox, its inputs into a new session.
 
-    turns ---- the same calls, in a new sandbox ----> Difference where an answer is another one
+    turns ---- the same calls, in a new sandbox ----> Difference where a result differs
     tokens --- into an AgentSession, as sampled ----> the session as it was after turn N, bit for bit
 
-The session always gets the recorded results, so that its tokens are those that were sampled, whatever the
-new sandbox answers. What cannot be done again (the web, a person's answers, what was refused) is answered
-from the record, and named.
+The session always gets the recorded results, so that its tokens are those that were sampled, whatever the new
+sandbox returns. Calls that cannot be repeated (the web, a person's answers, refused calls) get the recorded
+result and are listed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from itertools import pairwise
 from etude.agent import AgentSession, NextMessage, ToolContext
 from etude.agent.journal import INTERRUPTED
 from etude.environment.history import DURATIONS, Difference, SessionTurn, causes_of, differences
-from etude.environment.running import unwatched
+from etude.environment.running import ignore_event
 from etude.errors import AgentError, ConfigError, SandboxError, UserError
 from etude.protocols import Archive, Finished, RunCalls, Sample, Session, Workspace
 from etude.records import (
@@ -35,7 +35,7 @@ from etude.records import (
     Turn,
 )
 
-ELSEWHERE = {
+OUTSIDE_SANDBOX = {
     "ask_user": "asked a person",
     "semantic_search": "needs an index of the code",
 }
@@ -45,7 +45,7 @@ _DIFF_LINES = 200
 
 @dataclass(frozen=True, slots=True)
 class FromRecord:
-    """A call that was not made again: its answer is the recorded one."""
+    """A call that was not repeated: its result is the recorded one."""
 
     turn: int
     """From 0."""
@@ -56,51 +56,48 @@ class FromRecord:
 
 @dataclass(slots=True)
 class Replay:
-    """What became of a trajectory's calls when they were made again."""
+    """The result of replaying a trajectory's calls."""
 
     num_turns: int = 0
     num_calls: int = 0
-    """Calls made again."""
+    """Calls that were repeated."""
     differences: list[Difference] = field(default_factory=list[Difference])
     from_record: list[FromRecord] = field(default_factory=list[FromRecord])
     notes: list[str] = field(default_factory=list[str])
-    """What else is to be known, for people."""
+    """Further remarks, for people."""
     duration_s: float = 0.0
 
     slower: list[Difference] = field(default_factory=list[Difference])
-    """Answers that tell another duration ("1 passed in 0.43s") and nothing else: no differences."""
+    """Results that differ in a printed duration only ("1 passed in 0.43s"): not counted as differences."""
 
     @property
     def equal(self) -> bool:
-        """Whether every call that was made again was answered as before, durations aside."""
+        """Whether every repeated call had the recorded result, durations aside."""
         return not self.differences
 
 
-class Retelling:
-    """What is done with a trajectory's calls while a session is given their results: here nothing, where the
-    workspace is as it was after them."""
+class ReplayHandler:
+    """Handles a trajectory's calls while a session is replayed. This one does nothing: for a workspace that
+    is already in the state after them."""
 
     def __init__(self, task: Task | None = None) -> None:
-        """`task`: whose steps the user asked for."""
+        """`task`: its steps are the user's later instructions."""
         self.replay = Replay()
         self._words = [step.instruction for step in task.steps[1:]] if task is not None else []
 
     async def turn(self, number: int, turn: Turn) -> None:
-        """Turn `number`, from 0, is given to the session."""
+        """Called for the calls of turn `number`, from 0."""
 
     async def archive(self, path: str, text: str) -> None:
-        """The file of a full context is due."""
+        """Called when a full context is to be written to a file."""
 
     async def next_words(self) -> str | None:
-        """What the user said when the agent was done, before it went on; None where that is not known."""
+        """The user's next instruction after the agent had finished; None if it is not known."""
         return self._words.pop(0) if self._words else None
 
 
-class Replayer(Retelling):
-    """Makes the calls of a trajectory again, turn by turn, in one workspace.
-
-    One call at a time.
-    """
+class Replayer(ReplayHandler):
+    """Repeats the calls of a trajectory, turn by turn, in one workspace. One call at a time."""
 
     def __init__(
         self,
@@ -109,9 +106,9 @@ class Replayer(Retelling):
         deadline_s: float = 600.0,
         next_step: NextMessage | None = None,
     ) -> None:
-        """`workspace`: in the state in which the trajectory began; `context`: that of its tools. With a user,
-        questions are put to it. `deadline_s`: wall time of one turn. `next_step`: has the task's next step
-        begin in the workspace."""
+        """`workspace`: in the state in which the trajectory began; `context`: that of its tools. If it has a
+        user, that one is asked the questions. `deadline_s`: wall time of one turn. `next_step`: begins the
+        task's next step in the workspace."""
         super().__init__()
         self._workspace = workspace
         self._context = context
@@ -119,7 +116,7 @@ class Replayer(Retelling):
         self._next_step = next_step
 
     async def turn(self, number: int, turn: Turn) -> None:
-        """Makes the calls of turn `number`, from 0, and notes what differs.
+        """Repeats the calls of turn `number`, from 0, and records differences.
 
         Raises SandboxError if the sandbox failed, ended where it had not, or did not answer in time.
         """
@@ -131,7 +128,7 @@ class Replayer(Retelling):
             return
         try:
             async with asyncio.timeout(self._deadline_s):
-                results = await self._workspace.run_calls(turn.calls, known, unwatched, unwatched)
+                results = await self._workspace.run_calls(turn.calls, known, ignore_event, ignore_event)
         except AgentError as error:
             if not open_calls:
                 raise SandboxError(
@@ -158,7 +155,7 @@ class Replayer(Retelling):
             (replay.slower if only == (DURATIONS,) else replay.differences).append(difference)
 
     async def archive(self, path: str, text: str) -> None:
-        """Writes the file of a full context, as the harness had. Raises SandboxError."""
+        """Writes a full context to its file, as the harness had. Raises SandboxError."""
         error = await self._workspace.archive(path, text)
         if error:
             raise SandboxError(f"a context could not be kept: {error}", field="path", received=path)
@@ -184,8 +181,8 @@ class Replayer(Retelling):
             return "was interrupted" if result.output == INTERRUPTED else "what was behind it failed"
         context = self._context
         ports = {"ask_user": context.user, "semantic_search": context.search}
-        if call.name in ELSEWHERE and ports[call.name] is None:
-            return ELSEWHERE[call.name]
+        if call.name in OUTSIDE_SANDBOX and ports[call.name] is None:
+            return OUTSIDE_SANDBOX[call.name]
         if call.name not in context.tools:
             return "there is no such tool here" if result.error is None else None
         if context.tools[call.name].access(call.arguments).outside:
@@ -194,9 +191,9 @@ class Replayer(Retelling):
 
 
 async def replay_turns(trajectory: Trajectory, replayer: Replayer, turns: int | None = None) -> Replay:
-    """Makes the calls of the first `turns` turns again (None: of all), without any session.
+    """Repeats the calls of the first `turns` turns (None: of all), without a session.
 
-    Files that the harness itself keeps of full contexts are not there: see `tell`.
+    Files with full contexts, which the harness writes, are missing: see `replay_session`.
     """
     for number, turn in enumerate(trajectory.turns[:turns]):
         await replayer.turn(number, turn)
@@ -207,21 +204,22 @@ async def replay_turns(trajectory: Trajectory, replayer: Replayer, turns: int | 
     return replayer.replay
 
 
-async def tell(
+async def replay_session(
     trajectory: Trajectory,
     session: AgentSession,
-    replayer: Retelling,
+    replayer: ReplayHandler,
     turns: int | None = None,
     journal: Session | None = None,
 ) -> Replay:
-    """Gives a new session the inputs of the trajectory's, up to its turn `turns` (None: all), and makes the
-    calls again on the way. Afterwards the session is as it was then: the same tokens, the next action.
+    """Feeds the inputs of a trajectory to a new session, up to its turn `turns` (None: all), and passes the
+    calls to `replayer`. Afterwards the session is as it was then: with the same tokens and the same next
+    action.
 
-    `journal`: around `session`; it gets the inputs in its place. Raises ConfigError where the session would
-    not have been in this state (another tokenizer, harness, limit), as `Replayer.turn` otherwise.
+    `journal`: a wrapper of `session` that gets the inputs in its place. Raises ConfigError if the session
+    would not reach this state (another tokenizer, harness or limit), otherwise as `Replayer.turn`.
     """
     target = journal or session
-    check_tellable(trajectory, turns)
+    check_replayable(trajectory, turns)
     segments = {segment.id: segment for segment in trajectory.segments}
     wanted = trajectory.turns[: len(trajectory.turns) if turns is None else turns]
     number = 0
@@ -247,19 +245,19 @@ async def tell(
                 if words is not None:
                     target.on_user(words)
                 elif number < len(wanted):
-                    raise _spoken_to(number)
+                    raise _ended_before(number)
                 else:
                     return replayer.replay
 
 
 async def _run_calls(
-    wanted: Sequence[Turn], number: int, calls: tuple[ToolCall, ...], target: Session, replayer: Retelling
+    wanted: Sequence[Turn], number: int, calls: tuple[ToolCall, ...], target: Session, replayer: ReplayHandler
 ) -> None:
     turn = wanted[number]
     if [(call.name, dict(call.arguments)) for call in calls] != [
         (call.name, dict(call.arguments)) for call in turn.calls
     ]:
-        raise _another(number, "the calls of a message are read differently", turn.text[:80])
+        raise _mismatch(number, "the calls of a message are read differently", turn.text[:80])
     await replayer.turn(number, turn)
     if len(turn.results) == len(calls):
         target.on_results(turn.results)
@@ -268,8 +266,7 @@ async def _run_calls(
 
 
 def chunks_of(segment: Segment, turn: Turn, end_tokens: Container[int]) -> list[SampleChunk]:
-    """A message as it was sampled: one chunk for each run of tokens of one policy version. Routes stay where
-    they are kept."""
+    """A message as sampled: one chunk for each run of tokens of one policy version, without routes."""
     cuts = {turn.start, turn.end}
     for span in (*segment.version_spans, *segment.kv_oldest_spans):
         cuts |= {at for at in (span.start, span.end) if turn.start < at < turn.end}
@@ -294,8 +291,8 @@ def chunks_of(segment: Segment, turn: Turn, end_tokens: Container[int]) -> list[
     return chunks
 
 
-def check_tellable(trajectory: Trajectory, turns: int | None = None) -> None:
-    """Raises UserError for a trajectory of which no session can be made: without tokens, or with forks."""
+def check_replayable(trajectory: Trajectory, turns: int | None = None) -> None:
+    """Raises UserError for a trajectory that cannot be replayed: without tokens, or with forks."""
     segments = {segment.id: segment for segment in trajectory.segments}
     for number, turn in enumerate(trajectory.turns[:turns]):
         segment = segments.get(turn.segment_id)
@@ -323,10 +320,10 @@ def check_tellable(trajectory: Trajectory, turns: int | None = None) -> None:
 def _check_tokens(asked: Sample, turn: Turn, segment: Segment, number: int) -> None:
     same = asked.tokens.shape == (turn.start,) and bool((asked.tokens == segment.tokens[: turn.start]).all())
     if not same:
-        raise _another(number, "the agent would have seen other tokens", f"{len(asked.tokens)} tokens")
+        raise _mismatch(number, "the agent would have seen other tokens", f"{len(asked.tokens)} tokens")
 
 
-def _another(number: int, message: str, received: str) -> ConfigError:
+def _mismatch(number: int, message: str, received: str) -> ConfigError:
     return ConfigError(
         message,
         field=f"turn {number + 1}",
@@ -335,7 +332,7 @@ def _another(number: int, message: str, received: str) -> ConfigError:
     )
 
 
-def _spoken_to(number: int) -> UserError:
+def _ended_before(number: int) -> UserError:
     return UserError(
         "the session had ended before this turn: the user spoke again, or it had other limits",
         field=f"turn {number + 1}",

@@ -1,9 +1,9 @@
-"""Rewards: the verdict of hidden tests, and priced terms over what a session did, left and spent.
+"""Rewards: the verdict of hidden tests, and priced terms for what a session did, changed and spent.
 
-Each term is a number of times that something happened, at a price. Length is priced by a concave function of
-what was spent: the price of one more token falls with their number (Cursor, Composer), so the model is quick
-where a task is easy, and may work long where it is hard. What the agent changed is looked at outside of the
-sandbox, as it reaches grading: what the agent did to its own tools there counts for nothing.
+Each term is a count times a price. Length is priced by a concave function of the tokens spent: the price of
+one more token falls with their number (Cursor, Composer), so the model is quick on easy tasks, and may work
+long on hard ones. The agent's changes are reviewed outside of the sandbox, as they are graded: manipulating
+the tools in the sandbox has no effect.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _UNIT = 1000.0
 """Effort is priced in thousands."""
 _LINTED = (".py", ".pyi")
 _LINTERS = 4
-"""That run at once, however many files an agent changed."""
+"""Most that run at once, however many files an agent changed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """What terms of the reward see; nothing of it did the agent write down about itself."""
+    """The input of the reward's terms; none of it is the agent's own account of itself."""
 
     task: Task
     status: Status
@@ -56,7 +56,7 @@ class Evidence:
 
 
 REWARD_VERSION = "1"
-"""Version of what the terms mean. What they weigh is the run's configuration."""
+"""Version of the terms' definitions. Their weights are in the run's configuration."""
 MALFORMED = "malformed"
 """Name of the term for malformed calls."""
 LENGTH = "length"
@@ -82,15 +82,15 @@ TERMS: Mapping[str, Term] = {
     "lints": lambda e, c: -c.lint_penalty * min(e.verdict.lints, c.lints_at_most),
     "style": lambda e, c: -c.style_penalty * min(e.verdict.style, c.styles_at_most),
 }
-"""Every term but length, which is priced where tokens are known: a price times a count that has a bound."""
+"""All terms except length, which is added once tokens are counted: a price times a bounded count."""
 _ALWAYS = frozenset({MALFORMED, "limit"})
-"""Terms that stand in a breakdown also where they are 0."""
+"""Terms that are in a breakdown even if they are 0."""
 
 
 def compute_reward(evidence: Evidence, config: RewardConfig) -> RewardBreakdown:
-    """The verdict and every term but length.
+    """The verdict and all terms except length.
 
-    Raises ConfigError for a custom term that fails or gives no finite number, and for terms that overflow.
+    Raises ConfigError for a custom term that fails or returns no finite number, and for terms that overflow.
     Never called for a session that the infrastructure failed.
     """
     assert evidence.status is not Status.INFRASTRUCTURE, "an infrastructure failure is never a reward"
@@ -102,13 +102,13 @@ def compute_reward(evidence: Evidence, config: RewardConfig) -> RewardBreakdown:
 
 
 def with_length(reward: RewardBreakdown, effort: Effort, length: LengthConfig) -> RewardBreakdown:
-    """The reward less the price of what was spent. Raises ConfigError where that overflows."""
+    """The reward minus the price of the effort. Raises ConfigError if that overflows."""
     price = length.weight * concave_price(effort.weighted(length), length.k, length.q)
     return _checked(replace(reward, terms={**reward.terms, LENGTH: -price}))
 
 
 def check_reward(config: RewardConfig) -> None:
-    """Raises ConfigError where a term cannot be computed here: no linter, no such function."""
+    """Raises ConfigError if a term cannot be computed here: no linter, no such function."""
     if config.lint_penalty > 0:
         find_linter()
     for name in config.custom:
@@ -170,15 +170,15 @@ def _call_custom(name: str, evidence: Evidence) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """What a session spent. Tokens are those that were sampled, but for `output_tokens`."""
+    """What a session spent. Tokens are sampled ones, except `output_tokens`."""
 
     thinking_tokens: int = 0
     call_tokens: int = 0
     message_tokens: int = 0
     output_tokens: int = 0
-    """Tokens of tool results and later words of the user, framing included."""
+    """Tokens of tool results and later messages of the user, including template tokens."""
     first_calls: int = 0
-    """Turns with a call: their first calls."""
+    """Number of turns with a call."""
     parallel_calls: int = 0
     """Further calls of the same turns."""
     turns: int = 0
@@ -207,7 +207,7 @@ def concave_price(x: float, k: float, q: float) -> float:
 
 
 def measure_effort(trajectory: Trajectory, renderer: Renderer) -> Effort:
-    """Counts what a trajectory spent: all segments, each token once."""
+    """Measures the effort of a trajectory: all segments, each token once."""
     counts = np.zeros(3, dtype=np.int64)
     output = 0
     for segment in trajectory.segments:
@@ -229,16 +229,16 @@ def _num_observed(segment: Segment) -> int:
 
 
 def _sampled_runs(segment: Segment) -> Iterable[tuple[int, int]]:
-    """[start, end) of each unbroken run of sampled tokens: a message each."""
+    """[start, end) of each run of sampled tokens: one message each."""
     edges = np.flatnonzero(np.diff(np.concatenate([[False], segment.sampled, [False]]).astype(np.int8)))
     return zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True)
 
 
 def _split_message(tokens: Sequence[int], renderer: Renderer) -> np.ndarray:
-    """[thinking, calls, words]: each token of one message in one of them.
+    """[thinking, calls, text]: the number of tokens of a message in each.
 
-    A token belongs to what the parser makes of it; one of which nothing comes yet (half a character, a tag)
-    to what the next tokens turn out to be, and at the end to what was before.
+    A token counts for the part that the parser emits for it; one without an event yet (half a character, a
+    tag) for that of the next tokens, and at the end for the previous part.
     """
     stream = MessageStream(renderer)
     counts = np.zeros(3, dtype=np.int64)
@@ -268,9 +268,9 @@ def _kind_of(event: object, before: int, in_call: bool) -> int:
 async def review_changes(
     task: Task, changes: Mapping[str, bytes | None], config: RewardConfig
 ) -> tuple[int, int]:
-    """(new lints, new lines out of style), as far as `config` prices them; else 0.
+    """(new lints, new lines in another style), each 0 if `config` does not price it.
 
-    Raises InfrastructureError if the linter fails, ConfigError where there is none.
+    Raises InfrastructureError if the linter fails, ConfigError if there is none.
     """
     files = {path: data for path, data in changes.items() if data is not None}
     before = {path: task.files[path].encode() for path in files if path in task.files}
@@ -302,7 +302,7 @@ def _count_style(before: Mapping[str, bytes], after: Mapping[str, bytes], column
 
 
 def find_linter() -> HostRuff:
-    """This machine's ruff. Raises MissingPackageError where there is none."""
+    """This machine's ruff. Raises MissingPackageError if there is none."""
     linter = HostRuff.find()
     if linter is None:
         raise missing_package(

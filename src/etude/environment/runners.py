@@ -1,4 +1,4 @@
-"""The seam between who asks for sessions and where they run: this process, a worker, another cluster."""
+"""Interface for running episodes: in this process, in a worker, or in another cluster."""
 
 from __future__ import annotations
 
@@ -13,58 +13,57 @@ from etude.records import SamplingParams, Task, Trajectory, TrajectoryId
 
 @dataclass(slots=True)
 class EnvironmentTimes:
-    """Seconds that episodes have spent, summed over episodes that ran side by side, and what they counted."""
+    """Seconds that episodes have spent, summed over concurrent episodes, and counters."""
 
     tools_s: float = 0.0
     grade_s: float = 0.0
     num_episodes: int = 0
     num_infrastructure_failures: int = 0
     num_moved: int = 0
-    """Times that a session that waited for its tools went on with another engine, as far as these episodes
-    choose engines themselves."""
+    """Times that a session moved to another engine after its tools, where these episodes choose engines."""
 
 
 def add_times(all_of: Iterable[EnvironmentTimes]) -> EnvironmentTimes:
-    """Of several environments together."""
+    """The sum over several environments."""
     return EnvironmentTimes(*(sum(column) for column in zip(*map(astuple, all_of), strict=True)))
 
 
 def latest_times(one: EnvironmentTimes, other: EnvironmentTimes) -> EnvironmentTimes:
-    """Of two reports of one environment, whichever is the older."""
+    """The newer of two reports of one environment, in whatever order they are given."""
     return EnvironmentTimes(*map(max, astuple(one), astuple(other)))
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What a session is made of, but for its sampler."""
+    """Everything that determines a session, except its sampler."""
 
     task: Task
     identity: TrajectoryId
     rng_key: tuple[int, ...]
-    """Of its noise."""
+    """Key of its sampling noise."""
     params: SamplingParams
     training: bool = False
-    """When the agent is asked for summaries varies in training only."""
+    """In training the point at which the agent is asked for a summary is random."""
     plan: ForkPlan | None = None
-    """Of its fork, if it is to be forked at one of its turns before it is graded."""
+    """How to fork it at one of its turns before it is graded; None: it is not forked."""
     first_attempt: int = 0
-    """How often it has been begun before, by processes that are gone."""
+    """Number of earlier attempts, by processes that have ended."""
 
 
 class Player(Protocol):
-    """Runs episodes: one agent, one task, one sandbox, from the user's words to the reward.
+    """Runs episodes: one agent on one task in one sandbox, from the instruction to the reward.
 
-    Many may run at once in one event loop. A failure of the infrastructure is retried from the start, and at
-    last reported as such in the trajectory; it is never raised and never a reward. Expert routes of what
-    comes back are already where the run keeps them. Cancelling the call ends the session, wherever it runs,
-    and tidies up behind it.
+    Many may run concurrently in one event loop. After an infrastructure failure the episode is retried from
+    the start, and in the end reported as failed in the trajectory; the failure is never raised and never a
+    reward. Expert routes of returned trajectories are already in the run's blob store. Cancelling the call
+    ends the session, wherever it runs, and cleans up.
     """
 
     async def play(self, order: Order, sampler: Sampler) -> ForkedEpisode:
-        """One episode; without a plan it is not forked, and not refused either.
+        """Runs one episode; without a plan it is neither forked nor is a fork refused.
 
-        `sampler`: what continues the session if it runs in this process. Who runs it elsewhere samples there,
-        and only tells a `TokenTally` how far the session has come.
+        `sampler`: continues the session if it runs in this process. An implementation that runs it in another
+        process samples there, and only reports progress to it if it is a `TokenProgress`.
         """
         ...
 
@@ -77,14 +76,14 @@ class Player(Protocol):
         params: SamplingParams,
         training: bool = False,
     ) -> Trajectory:
-        """One episode that is not forked."""
+        """Runs one episode that is not forked."""
         return (await self.play(Order(task, identity, rng_key, params, training), sampler)).trajectory
 
 
 class TimedPlayer(Player, Protocol):
-    """Knows where its time went."""
+    """A player that measures its time."""
 
     @property
     def times(self) -> EnvironmentTimes:
-        """Of all episodes so far, as far as they have been reported."""
+        """Times of all episodes reported so far."""
         ...

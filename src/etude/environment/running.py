@@ -1,4 +1,4 @@
-"""Turns on their way: one at a time, and each run once, however often it is asked for."""
+"""Runs the turns of a session: one at a time, and each once, however often it is requested."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _FINISH = "finish"
 
 @dataclass(slots=True)
 class ToolTime:
-    """The time that a task gives the agent's calls, all together. Once it is over they are answered as timed
-    out, but for `finish`; until then no command may take longer than what is left."""
+    """A task's time limit for all calls of the agent together. When it is used up, calls other than `finish`
+    time out at once; until then no command may take longer than the remaining time."""
 
     limit_s: float
     """0: no limit."""
@@ -55,7 +55,7 @@ class ToolTime:
 
 @dataclass(slots=True, eq=False)
 class RunningTurn:
-    """The calls of a turn that has begun, and their results so far."""
+    """A turn that is running: its calls, and the results so far."""
 
     number: int
     calls: tuple[ToolCall, ...]
@@ -63,7 +63,7 @@ class RunningTurn:
     listeners: tuple[OnCall, OnResult]
     """Of its first caller."""
     events: EventLog
-    """Of the session."""
+    """The session's."""
     begun: list[int] = field(default_factory=list[int])
     """Positions, in the order in which they began."""
     results: dict[int, ToolResult] = field(default_factory=dict[int, ToolResult])
@@ -71,21 +71,21 @@ class RunningTurn:
     task: asyncio.Task[list[ToolResult]] = field(init=False)
 
     def on_call(self, position: int, call: ToolCall) -> None:
-        """A call begins to run."""
+        """Called when a call begins to run."""
         self.begun.append(position)
         self.events.put("call_started", turn=self.number, position=position, call=call_document(call))
         self.listeners[0](position, call)
 
     def on_result(self, position: int, call: ToolCall, result: ToolResult) -> None:
-        """A call has ended."""
+        """Called when a call has ended."""
         self.results[position] = result
         self.events.put("call_ended", turn=self.number, position=position, result=result_document(result))
         self.listeners[1](position, call, result)
 
-    def what_is_known(self, tools: Mapping[str, Tool]) -> dict[int, ToolResult]:
-        """Results for the turn's next try, after something failed: no side effect is repeated.
+    def known_results(self, tools: Mapping[str, Tool]) -> dict[int, ToolResult]:
+        """Results for another attempt at a failed turn, so that no side effect is repeated.
 
-        A call that had begun and may not be made twice is answered as interrupted.
+        A call that had begun and must not be repeated has the result "interrupted".
         """
         known = dict(self.results)
         for position in self.begun:
@@ -96,7 +96,7 @@ class RunningTurn:
 
 
 class TurnRunner(ABC):
-    """Runs the turns of one session, whatever a turn does: the base of `EnvironmentSession`."""
+    """Runs the turns of one session: the base class of `EnvironmentSession`, which implements a turn."""
 
     def __init__(self, history: History, tools: Mapping[str, Tool]) -> None:
         self.history = history
@@ -111,7 +111,7 @@ class TurnRunner(ABC):
 
     @abstractmethod
     async def _run_turn(self, turn: RunningTurn, known: Mapping[int, ToolResult]) -> list[ToolResult]:
-        """Carries a turn out, given results that are known already, and adds it to the history."""
+        """Runs a turn's calls, except those with `known` results, and adds it to the history."""
 
     @property
     def in_turn(self) -> bool:
@@ -125,8 +125,7 @@ class TurnRunner(ABC):
         on_call: OnCall,
         on_result: OnResult,
     ) -> list[ToolResult]:
-        """See Workspace.run_calls: a turn behind those that run. Cancelled, it cancels what runs and waits
-        for its end."""
+        """See Workspace.run_calls. Waits for a running turn; if cancelled, cancels and awaits its own."""
         while (before := self._running) is not None:
             await asyncio.wait({before.task})
         running = self._begin(calls, None, (on_call, on_result), known)
@@ -146,14 +145,14 @@ class TurnRunner(ABC):
         known: Mapping[int, ToolResult] | None = None,
         key: str | None = None,
     ) -> list[ToolResult]:
-        """One turn of a client that may be cut off, named by its number (from 0) or a key. Asked for again,
-        it is not run again, and only its results are sent.
+        """Runs a turn for a client that may lose its connection, identified by its number (from 0) or a key.
+        A repeated request returns the results and runs nothing.
 
-        Callers that stop waiting leave it running. Raises UserError for a number or key of other calls, and
-        as `run_calls`.
+        The turn continues if the caller stops waiting. Raises UserError for a number or key that was used
+        with other calls, and as `run_calls`.
         """
         while (before := self._running) is not None and before.number < len(self.history.turns):
-            # It is in the history, and its snapshot is being taken: only then does the next one begin.
+            # The turn before is in the history, and its snapshot is being taken: the next one waits for that.
             await asyncio.wait({before.task})
         kept = self.history.find(number, key, calls)
         if kept is not None:
@@ -181,7 +180,7 @@ class TurnRunner(ABC):
         running = RunningTurn(len(self.history.turns), tuple(calls), key, listeners, self.events)
         before, self._failed = self._failed, None
         if before is not None and before.number == running.number and before.calls == running.calls:
-            known = {**before.what_is_known(self._tools), **known}
+            known = {**before.known_results(self._tools), **known}
         self._running = running
         running.task = start_watched(self._run(running, known))
         return running
@@ -198,9 +197,9 @@ class TurnRunner(ABC):
 
 
 def was_run(result: ToolResult) -> bool:
-    """Whether the call was carried out: what was refused (malformed, not approved) took no time."""
+    """Whether the call was run: a refused one (malformed, not approved) took no time."""
     return result.duration_s > 0
 
 
-def unwatched(*event: object) -> None:
-    """A listener of calls and results where nobody watches."""
+def ignore_event(*event: object) -> None:
+    """A listener for calls and results that does nothing."""

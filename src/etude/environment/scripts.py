@@ -1,17 +1,16 @@
-"""Grading by a task's own `tests/test.sh`, and solving it by its `solution/solve.sh`: Harbor's kind of task.
+"""Grades a Harbor task by its own `tests/test.sh`, and solves it by its `solution/solve.sh`.
 
-    agent's sandbox ── every process dead ──> its changes, as far as the task allows, or its artifacts
+    agent's sandbox ── all processes killed ──> its changes, as far as the task allows, or its artifacts
                                                  |
-    pristine image ──> a fresh sandbox + /tests + these ── test.sh ── every process dead ──> reward file
+    pristine image ──> a fresh sandbox + /tests + these ── test.sh ── all processes killed ──> reward file
 
-What the agent changed in its workspace reaches grading: regular files with their contents, whether they can
-be executed, and symbolic links that lead to something of it; so do changes elsewhere (`carrying`). Where the
-verifier has a machine of its own, the pristine image is that one's, and only artifacts reach it. The reward
-is read once nothing runs that could write it, by the image's programs: none of ours come from the workspace,
-whatever the image's PATH says.
+Graded are the agent's changes in its workspace (contents and executable bits of regular files, and symbolic
+links into it) and outside of it (`carrying`). If the verifier has a machine of its own, the pristine image is
+that machine's, and only artifacts are copied there. The reward is read when no process can write it any more,
+by the image's programs: none of those that we run come from the workspace, whatever the image's PATH says.
 
-Honest limit: code of the agent's that test.sh runs has test.sh's own rights, and can write the reward. Tasks
-whose test.sh runs where the agent's changes are laid are said to be forgeable (`Grader.find_twins`), unless
+Known limit: code of the agent's that test.sh runs has test.sh's own rights, and can write the reward. Tasks
+whose test.sh runs together with the agent's changes are reported as forgeable (`Grader.find_twins`), unless
 they have exams (`etude.tasks.exams`).
 """
 
@@ -29,9 +28,16 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from etude.agent.tools.state import HARNESS_DIRECTORY
-from etude.environment.carrying import Carried, carry_artifacts, carry_root, lay, left_behind, stays_inside
-from etude.environment.grading import Verdict, allowed_changes, lay_files
-from etude.environment.origins import OWN_ENV, OWN_S, run_own, task_origin, verifier_origin
+from etude.environment.carrying import (
+    CarriedFiles,
+    apply_carried,
+    carry_artifacts,
+    carry_root,
+    find_ungraded,
+    stays_inside,
+)
+from etude.environment.grading import Verdict, allowed_changes, apply_changes
+from etude.environment.origins import OWN_ENV, OWN_S, run_harness_command, task_origin, verifier_origin
 from etude.errors import AgentError, TaskError
 from etude.kit.tasks import off_loop
 from etude.records import Task, TestScript
@@ -43,7 +49,7 @@ from etude.tasks.exams import MAX_OUTCOME_BYTES, OUTCOMES, read_exams, read_outc
 
 FORGEABLE = "code of the agent's runs in the same sandbox as tests/test.sh, and could write the reward itself"
 _MAX_SOLUTION_S = 3600.0
-"""Of a reference solution whose task gives the agent no time limit."""
+"""Time limit of a reference solution whose task gives the agent none."""
 _LOGS = "/logs/verifier"
 _SOLUTION_LOG = "/logs/agent/oracle.txt"
 _REWARDS = ("reward.json", "reward.txt")
@@ -51,7 +57,7 @@ _REWARD_BYTES = 256 << 10
 _SAID_CHARS = 200
 _NUM_NAMED = 3
 _BYTES_PER_MATCH = 16
-"""As many of these as characters that are looked at are worth a thread."""
+"""Work per pattern match, in bytes, for deciding whether to use a thread."""
 _UNPACK = """set -e
 here="$(pwd -P)"
 for path in /tests /solution /logs; do
@@ -66,7 +72,8 @@ for path in "$3/verifier/reward.txt" "$3/verifier/reward.json"; do
     if [ -e "$path" ] || [ -L "$path" ]; then rm -f "$path"; fi
 done
 """
-# A link goes only where no link leads: else one of the agent's would put the next one into /tests.
+# A link is made only in a directory whose path has no links: else one of the agent's could place the next one
+# in /tests.
 _SET_LINKS = """here="$(pwd -P)"
 while IFS= read -r path && IFS= read -r target; do
     folder="$here/$path"
@@ -85,34 +92,34 @@ if [ $# != 0 ]; then chmod +x -- "$@"; fi"""
 
 
 @dataclass(frozen=True, slots=True)
-class Left:
-    """What an agent left behind, as far as it reaches grading."""
+class AgentDiff:
+    """The agent's changes that are graded."""
 
     changes: Mapping[str, bytes | None] = field(default_factory=dict[str, "bytes | None"])
-    """Allowed changes of the workspace's files: their contents; None: it was removed."""
+    """Allowed changes of files in the workspace: path -> contents; None: removed."""
     executable: frozenset[str] = frozenset()
-    """Files that can be executed, also those whose contents are as they were."""
+    """All executable files, also those with unchanged contents."""
     links: Mapping[str, str] | None = None
-    """All symbolic links of the workspace: path -> target. None: not known, the image's stay."""
-    elsewhere: Carried | None = None
-    """What crosses beside the workspace. None: nothing was done, and nothing was looked for."""
+    """All symbolic links of the workspace: path -> target. None: unknown, the image's stay."""
+    elsewhere: CarriedFiles | None = None
+    """Files outside of the workspace. None: the agent did nothing, so none were collected."""
 
 
-async def judge_by_script(task: Task, left: Left, backend: SandboxBackend, given: Resources) -> Verdict:
+async def judge_by_script(task: Task, diff: AgentDiff, backend: SandboxBackend, given: Resources) -> Verdict:
     """Runs the task's `tests/test.sh` over the changes, in a fresh sandbox with nothing else in it.
 
-    Of a task with exams the reward is 1 if all of them are passed, else 0, whatever the script writes.
-    What the agent's files did to it (a hang, a full disk, no reward) is a failure without a reward, but with
-    a cause. Raises SandboxError if our own machinery failed, TaskError for an image in which no script can be
-    run, Unsupported without isolation.
+    For a task with exams the reward is 1 if all of them are passed, else 0, whatever the script writes. A
+    fault that the agent's files cause (a hang, a full disk, no reward) is a failed verdict with a cause and
+    without a reward. Raises SandboxError if our own machinery failed, TaskError for an image in which no
+    script can run, Unsupported without isolation.
     """
     script, began = task.verifier, time.perf_counter()
     assert script is not None, "the caller chose by it"
     await check_isolation(backend)
-    if script.machine is not None and left.elsewhere is None:  # what an agent leaves that does nothing
+    if script.machine is not None and diff.elsewhere is None:  # the artifacts of an agent that does nothing
         async with await task_origin(task, given).make(backend) as sandbox:
-            left = await find_left(task, sandbox)
-    run = partial(_run_script, task, script, left, backend, given)
+            diff = await find_changes(task, sandbox)
+    run = partial(_run_script, task, script, diff, backend, given)
     try:
         if script.exams:
             cause = await _sit_exams(script, run)
@@ -126,7 +133,7 @@ async def judge_by_script(task: Task, left: Left, backend: SandboxBackend, given
 async def _sit_exams(
     script: TestScript, run: Callable[[bytes], Awaitable[Mapping[str, bytes]]]
 ) -> str | None:
-    """Why one of a task's exams is not passed; None if all are. Raises AgentError without a result."""
+    """Runs a task's exams: why one failed, or None if all passed. Raises AgentError without a result."""
     found = read_exams(script.exams)
     for exam in found.exams:
         files = found.files_of(exam)
@@ -139,23 +146,23 @@ async def _sit_exams(
 
 
 async def _run_script(
-    task: Task, script: TestScript, left: Left, backend: SandboxBackend, given: Resources, overlay: bytes
+    task: Task, script: TestScript, diff: AgentDiff, backend: SandboxBackend, given: Resources, overlay: bytes
 ) -> dict[str, bytes]:
-    """What test.sh has written in a fresh sandbox: rewards, or how its tests ended. `overlay`: tar file over
-    `/tests`. Raises AgentError where it is nothing."""
+    """Runs test.sh in a fresh sandbox; returns the files that it wrote: rewards, or the outcomes of its
+    tests. `overlay`: tar file unpacked over `/tests`. Raises AgentError if it wrote none."""
     origin = verifier_origin(task, script, given)
     async with await origin.make(backend) as fresh:
         await _unpack(fresh, task, "/tests", script.archive)
-        if not script.archive:  # it lies in the image, and may be run whatever its rights, as in Harbor
-            await run_own(fresh, "making tests/test.sh executable", "chmod +x /tests/test.sh")
+        if not script.archive:  # it is part of the image, and runs whatever its mode, as in Harbor
+            await run_harness_command(fresh, "making tests/test.sh executable", "chmod +x /tests/test.sh")
         if overlay:
             await _unpack(fresh, task, "/tests", overlay)
-        if left.elsewhere is not None:
-            await lay(left.elsewhere, fresh)
+        if diff.elsewhere is not None:
+            await apply_carried(diff.elsewhere, fresh)
         if script.machine is None:
-            await _lay_over(fresh, task, left)
+            await _apply_agent_changes(fresh, task, diff)
         command = "(/tests/test.sh) > /logs/verifier/test-stdout.txt 2>&1"
-        # The workspace is home on the host's programs, and the agent's files would be read as settings.
+        # Without an image HOME is the workspace, and the agent's files would be read as settings.
         has_image = origin.template is not None and origin.template.image is not None
         env = {**({} if has_image else {"HOME": "/tmp"}), **script.env}
         result = await fresh.commands.run(command, script.timeout_s, env)
@@ -168,7 +175,7 @@ async def _run_script(
 
 
 def verdict_on(rewards: Mapping[str, float], duration_s: float) -> Verdict:
-    """The verdict by rewards of which one stands for all: the one named `reward`, or the only one."""
+    """The verdict by the main reward: the one named `reward`, or the only one."""
     reward = next(iter(rewards.values())) if len(rewards) == 1 else rewards.get("reward")
     if reward is None:
         cause = f"reward.json has no key `reward`: {dict(rewards)}"
@@ -178,38 +185,38 @@ def verdict_on(rewards: Mapping[str, float], duration_s: float) -> Verdict:
     return Verdict(passed, int(passed), int(not passed), cause, duration_s, reward=reward, rewards=rewards)
 
 
-async def collect(task: Task, sandbox: Sandbox) -> None:
-    """Runs the commands that a task has run in the agent's sandbox when the agent has ended.
+async def run_collect_commands(task: Task, sandbox: Sandbox) -> None:
+    """Runs a task's collect commands in the agent's sandbox after the agent has ended.
 
-    As in Harbor how they end does not count: what could not be collected is simply not there.
+    As in Harbor their exit codes are ignored: what could not be collected is missing.
     """
     if task.verifier is not None:
         for hook in task.verifier.collect:
             await sandbox.commands.run(hook.command, hook.timeout_s)
 
 
-async def find_left(task: Task, sandbox: Sandbox) -> Left:
-    """What the agent left behind: allowed changes, and for a task's script the rest. Ends everything that
-    runs. Raises AgentError for what the agent did wrong, SandboxError."""
+async def find_changes(task: Task, sandbox: Sandbox) -> AgentDiff:
+    """Kills all processes and collects the agent's changes: those of files and, for a task with a script, all
+    others. Raises AgentError for faults of the agent, SandboxError."""
     script = task.verifier
-    await collect(task, sandbox)
+    await run_collect_commands(task, sandbox)
     if script is not None and script.machine is not None:
         await _end_processes(sandbox)
-        return Left(elsewhere=await carry_artifacts(script.artifacts, sandbox))
+        return AgentDiff(elsewhere=await carry_artifacts(script.artifacts, sandbox))
     found = await sandbox.final_diff(HARNESS_DIRECTORY)
     size = _BYTES_PER_MATCH * len(found) * len(task.allowed_paths)
     changes = await off_loop(size, allowed_changes, task, found)
     if script is None:
-        return Left(changes)
-    _, kinds = await sandbox.kinds()  # nothing runs there any more
+        return AgentDiff(changes)
+    _, kinds = await sandbox.kinds()  # no process can change them any more
     found = {path: kinds[path] for path in sorted(allowed_changes(task, dict.fromkeys(kinds)))}
     executable = frozenset(path for path, target in found.items() if not target and "\n" not in path)
     links = {path: target for path, target in found.items() if target}
-    return Left(changes, executable, links, await carry_root(task, sandbox))
+    return AgentDiff(changes, executable, links, await carry_root(task, sandbox))
 
 
 async def check_isolation(backend: SandboxBackend) -> None:
-    """Raises Unsupported where a task's scripts would change the files of this machine."""
+    """Raises Unsupported if a task's scripts would change files of this machine."""
     found = await backend.hello()
     if found.isolation == "none":
         raise Unsupported(
@@ -221,9 +228,9 @@ async def check_isolation(backend: SandboxBackend) -> None:
 
 
 async def run_solution(task: Task, sandbox: Sandbox) -> str | None:
-    """Runs the task's `solution/solve.sh` as the agent would: why it failed, or None.
+    """Runs the task's `solution/solve.sh` like an agent; returns why it failed, or None.
 
-    As in Harbor its exit code does not count: what it left behind is graded.
+    As in Harbor its exit code is ignored: the resulting files are graded.
     """
     solution, machine = task.solution, task.machine
     assert solution is not None, "the caller looked"
@@ -238,10 +245,10 @@ async def run_solution(task: Task, sandbox: Sandbox) -> str | None:
     return f"timeout: solution/solve.sh did not end within {limit_s:g} s" if result.timed_out else None
 
 
-async def solution_words(task: Task, sandbox: Sandbox) -> str:
-    """What may be why `solve.sh` earned nothing: what of its work was not graded, and what it said last."""
+async def explain_failure(task: Task, sandbox: Sandbox) -> str:
+    """Possible reasons why `solve.sh` earned nothing: changes that were not graded, and its last output."""
     words: list[str] = []
-    if lost := await left_behind(task, sandbox):
+    if lost := await find_ungraded(task, sandbox):
         named = ", ".join(lost[:_NUM_NAMED]) + (", ..." if len(lost) > _NUM_NAMED else "")
         words.append(f"allowed_paths keeps {named} from grading")
     read = await sandbox.commands.run(f"tail -c 1000 {_SOLUTION_LOG}", OWN_S, OWN_ENV)
@@ -250,30 +257,30 @@ async def solution_words(task: Task, sandbox: Sandbox) -> str:
     return "; ".join(words)
 
 
-async def _lay_over(fresh: Sandbox, task: Task, left: Left) -> None:
-    """Makes the agent's changes in a sandbox that is as the agent's was at first."""
+async def _apply_agent_changes(fresh: Sandbox, task: Task, diff: AgentDiff) -> None:
+    """Applies the agent's changes to a sandbox in the agent's initial state."""
     here, before = await fresh.kinds()
     images = allowed_changes(task, {path: None for path, target in before.items() if target})
-    links = left.links or {}
-    for path in images.keys() - (images if left.links is None else links).keys():
+    links = diff.links or {}
+    for path in images.keys() - (images if diff.links is None else links).keys():
         with contextlib.suppress(PathMissingError):
             await fresh.files.remove(path)
-    await lay_files(left.changes, fresh)
-    executable = [f"{path}\n" for path in sorted(left.executable) if before.get(path) != ""]
+    await apply_changes(diff.changes, fresh)
+    executable = [f"{path}\n" for path in sorted(diff.executable) if before.get(path) != ""]
     laid = [f"{path}\n{to}\n" for path, to in links.items() if stays_inside(path, to, here)]
     for command, lines in ((_SET_EXECUTABLE, executable), (_SET_LINKS, laid)):
         if lines:
             data = "".join(lines).encode(errors="surrogateescape")
-            await run_own(fresh, "making executable files and links", command, data)
+            await run_harness_command(fresh, "making executable files and links", command, data)
 
 
 async def _unpack(sandbox: Sandbox, task: Task, target: str, archive: bytes) -> None:
-    """Unpacks a directory of the task's where Harbor has it.
+    """Unpacks one of the task's directories at Harbor's path for it.
 
-    Raises TaskError if the image cannot, SandboxError if it was not done in time.
+    Raises TaskError if the image lacks the programs, SandboxError if it took too long.
     """
     command = _UNPACK + (f"tar -x -o -f - -C {shlex.quote(target)}" if archive else "")
-    result = await run_own(sandbox, f"unpacking {target}", command, archive)
+    result = await run_harness_command(sandbox, f"unpacking {target}", command, archive)
     if result.exit_code != 0:
         raise TaskError(
             f"cannot be unpacked in the task's image: {result.stderr.strip()[:_SAID_CHARS]}",
@@ -284,7 +291,7 @@ async def _unpack(sandbox: Sandbox, task: Task, target: str, archive: bytes) -> 
 
 
 async def _end_processes(sandbox: Sandbox) -> None:
-    """Ends everything that runs. What else it would tell, of files, nobody needs."""
+    """Kills all processes of the sandbox; the changes that `final_diff` returns are not needed."""
     try:
         await sandbox.final_diff()
     except SandboxKilledByAgentError:
@@ -296,7 +303,7 @@ async def _end_processes(sandbox: Sandbox) -> None:
 async def _read_logs(
     fresh: Sandbox, ran: CommandResult, names: Sequence[str], limit_bytes: int
 ) -> dict[str, bytes]:
-    """Those of the verifier's files that are there; no program of the image's reads them."""
+    """The verifier's files that exist; read without programs of the image."""
     packed = await fresh.pack([f"{_LOGS}/{name}" for name in names], limit_bytes=limit_bytes)
     with tarfile.open(fileobj=io.BytesIO(packed), mode="r:") as archive:
         files = {row.name.rpartition("/")[2]: archive.extractfile(row) for row in archive if row.isreg()}
@@ -311,8 +318,8 @@ async def _read_logs(
 
 
 def _rewards_in(logs: Mapping[str, bytes]) -> dict[str, float]:
-    """The numbers in the first of the files; one without a name is `reward`. Raises AgentError where one is
-    none, as Harbor does."""
+    """The numbers in the first existing reward file; one without a name is `reward`. Raises AgentError for
+    other values, as Harbor does."""
     name = next(name for name in _REWARDS if name in logs)
     text, is_json = logs[name].decode(errors="replace"), name == "reward.json"
     try:

@@ -1,13 +1,13 @@
-"""The environment's side of a session: a sandbox, the tools on it, its task and how it is graded.
+"""The environment's side of a session: a sandbox with tools, the task, and grading.
 
-Sampling happens elsewhere: `run_session` in this process (a rollout, the terminal) or a client of the
-environment server. All of them drive this one class, so they get the same results.
+Sampling is done by the caller: `run_session` in this process (a rollout, the terminal) or a client of the
+environment server. All of them use this class, so they get the same results.
 
     open --turns--> ... --submit--> graded          pause <-> resume in between
       \\--fork(n, turn)--> n sessions of their own   close: at any time, and at the end
 
-One thing at a time: turns, pauses, forks, diffs and grading wait for each other. After `submit` nothing runs
-any more, so that no verdict can be used to look for a better one.
+Operations are serialised: turns, pauses, forks, diffs and grading wait for each other. After `submit` no turn
+or fork is accepted, so that a verdict cannot be used to search for a better one.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ __all__ = ["EnvironmentSession", "Outcome", "SessionState", "Site"]
 
 
 class EnvironmentSession(TurnRunner):
-    """Implements `Workspace`, counts and keeps turns, grades and forks. For one event loop.
+    """Implements `Workspace`, records turns, grades and forks. For one event loop.
 
-    Calls raise InfrastructureError where something behind them failed, AgentError where the agent ended its
-    own sandbox, and SandboxStateError while the session is paused, submitted or closed.
+    Calls raise InfrastructureError if something behind them failed, AgentError if the agent ended its own
+    sandbox, and SandboxStateError while the session is paused, submitted or closed.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class EnvironmentSession(TurnRunner):
         history: History | None = None,
         tool_state: ToolState | None = None,
     ) -> None:
-        """Takes the sandbox over. Use `begin` for a task and `open` for everything else."""
+        """Takes ownership of the sandbox. Use `begin` for a task and `open` for other origins."""
         super().__init__(history or History(), site.tools)
         self.id = f"session-{secrets.token_hex(8)}"
         self.site = site
@@ -101,10 +101,10 @@ class EnvironmentSession(TurnRunner):
         self.state: SessionState = "open"
         self.created_s = time.time()
         self.parent: str | None = None
-        """The session of which this one is a fork, and the turn of it."""
+        """The session of which this one is a fork; `parent_turn`: at which turn."""
         self.parent_turn: int | None = None
         self.differences: tuple[Difference, ...] = ()
-        """Where the replay that made this fork answered otherwise than the original."""
+        """Calls whose results in the replay that made this fork differ from the original."""
         self.agent_error: str | None = None
         """How the agent ended its own sandbox."""
         self.grade_s = 0.0
@@ -119,8 +119,8 @@ class EnvironmentSession(TurnRunner):
     def begin(
         cls, site: Site, task: Task, resources: Resources | None = None, reach: tuple[str, ...] = ()
     ) -> EnvironmentSession:
-        """A session on a task. Its sandbox is made in the meantime: the first use waits for it. `reach`: what
-        it may reach beside the task's own hosts, as in `Network.allow`."""
+        """Begins a session on a task. The sandbox is created in the background; the first use waits for it.
+        `reach`: hosts that it may reach in addition to the task's own, as in `Network.allow`."""
         origin = task_origin(task, resources or Resources(), reach)
         sandbox = DeferredSandbox(origin.make(site.backend))
         return cls(site, origin, sandbox, task, user=user_of(task))
@@ -134,7 +134,7 @@ class EnvironmentSession(TurnRunner):
         instruction: str | None = None,
         test_paths: tuple[str, ...] = (),
     ) -> EnvironmentSession:
-        """A session whose sandbox is there. Raises as `SandboxBackend.create`."""
+        """Creates the sandbox and begins a session on it. Raises as `SandboxBackend.create`."""
         sandbox = await origin.make(site.backend, site.life_s)
         return cls(site, origin, sandbox, task, instruction, test_paths, user=user_of(task))
 
@@ -150,12 +150,12 @@ class EnvironmentSession(TurnRunner):
 
     @property
     def busy(self) -> bool:
-        """Whether something is being done."""
+        """Whether an operation is in progress."""
         return self._lock.locked() or self.in_turn
 
     @property
     def outcome(self) -> Outcome | None:
-        """What it earned, once that is known."""
+        """The outcome, once it is graded."""
         grading = self._grading
         return grading.result() if grading and grading.done() and not _has_failed(grading) else None
 
@@ -174,10 +174,10 @@ class EnvironmentSession(TurnRunner):
             return ""
 
     async def next_step(self) -> str | None:
-        """The user's next words, once the agent has ended a step of its task: that is verified, and the next
-        one begins. None: nothing more is asked, and `submit` grades what is left.
+        """Verifies the step that the agent has ended and begins the next one; returns the user's next
+        instruction. None: there is no further step, and `submit` grades the rest.
 
-        What the agent did wrong is a verdict. Raises SandboxError, TaskError as `submit`.
+        Faults of the agent are part of the verdict. Raises SandboxError, TaskError as `submit`.
         """
         async with self._lock:
             self._check_open()
@@ -206,7 +206,7 @@ class EnvironmentSession(TurnRunner):
                 if self._servers is not None:
                     await self._servers.start()
                 if self._search is not None and any(call.name == _SEARCH for call in turn.calls):
-                    await self._search.ready()  # in no time of the agent's
+                    await self._search.ready()  # not counted as the agent's time
                 results = await self.tool_time.execute(
                     turn.calls, self.context, known, turn.on_call, turn.on_result
                 )
@@ -226,10 +226,10 @@ class EnvironmentSession(TurnRunner):
     async def submit(self, status: Status | None = None, cause: str = "") -> Outcome:
         """Ends the session and grades it: no turn runs after this.
 
-        `status`: how the agent's session ended; by default `done`, or `agent_error` where the agent killed
-        its sandbox. Asked again, it gives the same outcome; what failed is tried again. Raises ConfigError
-        without a task and for an infrastructure failure, SandboxStateError while it is paused or closed,
-        SandboxError if our own machinery failed, TaskError for a task that cannot be graded.
+        `status`: how the agent's session ended; by default `done`, or `agent_error` if the agent killed its
+        sandbox. Idempotent; grading that failed is tried again. Raises ConfigError without a task and for an
+        infrastructure failure, SandboxStateError while it is paused or closed, SandboxError if our own
+        machinery failed, TaskError for a task that cannot be graded.
         """
         if status == Status.INFRASTRUCTURE:
             raise ConfigError(
@@ -258,13 +258,13 @@ class EnvironmentSession(TurnRunner):
             return dict(await self.sandbox.diff(HARNESS_DIRECTORY))
 
     async def pause(self) -> SnapshotKind:
-        """Puts the sandbox to sleep; what is kept of it (the most that its backend can). Idempotent."""
+        """Pauses the sandbox; returns what is preserved (the most that its backend can). Idempotent."""
         async with self._lock:
             self._check_going()
             able = (await self.site.backend.hello()).pause
             kind: SnapshotKind = "full" if "full" in able else "filesystem"
             if self.state == "open":
-                if self._servers is not None:  # they begin anew with the next turn
+                if self._servers is not None:  # the next turn starts them again
                     await self._servers.close()
                 await self.sandbox.pause(kind)
                 if self.state != "open":  # ended meanwhile: grading, which waits for us, needs it awake
@@ -275,7 +275,7 @@ class EnvironmentSession(TurnRunner):
             return kind
 
     async def resume(self) -> None:
-        """Wakes the sandbox. Idempotent."""
+        """Resumes the sandbox. Idempotent."""
         async with self._lock:
             self._check_going()
             if self.state == "paused":
@@ -285,7 +285,7 @@ class EnvironmentSession(TurnRunner):
                 self.events.put("resumed")
 
     async def snapshot(self) -> str:
-        """The id of a durable copy of the workspace, which outlives the session."""
+        """Makes a durable copy of the workspace, which outlives the session; returns its id."""
         async with self._lock:
             self._check_open()
             return (await self.sandbox.create_snapshot()).id
@@ -293,11 +293,11 @@ class EnvironmentSession(TurnRunner):
     async def fork(
         self, count: int = 1, turn: int | None = None
     ) -> list[EnvironmentSession | InfrastructureError]:
-        """Sessions that go on from here, or from how it was after `turn` turns; this one goes on too.
+        """Copies of the session as it is or as it was after `turn` turns; this one continues as well.
 
-        At the present turn the sandbox is copied; at an earlier one the nearest snapshot (or the origin) is
-        taken and the calls since then are run again: see `differences` of the forks. Each place of the result
-        holds a session or what prevented it. Raises ConfigError for a turn that there was not,
+        At the present turn the sandbox is copied; for an earlier one the nearest snapshot (or the origin) is
+        used and the calls since then are replayed: see `differences` of the forks. Each item of the result is
+        a session or the error that prevented it. Raises ConfigError if there was no such turn,
         SandboxStateError once the session was submitted.
         """
         self._check_going()  # at any turn: a verdict must not help to find a better one
@@ -311,7 +311,7 @@ class EnvironmentSession(TurnRunner):
         return forks
 
     async def close(self) -> None:
-        """Ends everything that belongs to the session. Idempotent; goes on if the caller is cancelled."""
+        """Closes everything that belongs to the session. Idempotent; continues if the caller is cancelled."""
         if self._closing is None:
             self.state = "closed"
             self._closing = asyncio.create_task(self._close())
@@ -320,10 +320,10 @@ class EnvironmentSession(TurnRunner):
     def branch(
         self, sandbox: Sandbox, turn: int, tool_state: ToolState, user: User | None
     ) -> EnvironmentSession:
-        """A session of its own on a copy of the sandbox as it was after `turn` turns, with copies of what
-        tools and user remembered then.
+        """A separate session on a copy of the sandbox after `turn` turns, with copies of the states of tools
+        and user at that time.
 
-        For `forking`. Takes the sandbox over.
+        For `forking`. Takes ownership of the sandbox.
         """
         history = self.history.until(turn)
         made = EnvironmentSession(
@@ -346,7 +346,7 @@ class EnvironmentSession(TurnRunner):
     async def _grade(self, task: Task, status: Status, cause: str) -> Outcome:
         async with self._lock:
             began = time.perf_counter()
-            # Of an agent that ended its own sandbox nothing is left to be graded.
+            # An agent that ended its own sandbox has left nothing to grade.
             is_dead = status is Status.AGENT_ERROR
             dead = [Verdict(False, 0, 0, cause or self.agent_error, 0.0)] if is_dead else []
             done = [ended.verdict for ended in self.history.steps]
@@ -374,7 +374,7 @@ class EnvironmentSession(TurnRunner):
             await self.sandbox.kill()
 
     def _time_of_step(self) -> ToolTime:
-        """What the agent's calls may take in the step that it is at."""
+        """The time limit of the agent's calls in the current step."""
         task = self.task
         if task is not None and task.steps:
             task = task.at_step(min(len(self.history.steps), len(task.steps) - 1))
@@ -387,7 +387,7 @@ class EnvironmentSession(TurnRunner):
             raise SandboxKilledByAgentError(self.agent_error, field="session", received=self.id)
 
     def _check_going(self) -> None:
-        """Raises once it was submitted or closed: both wait for nothing, and are for good."""
+        """Raises once it was submitted or closed: both take effect at once and permanently."""
         if self.state in ("submitted", "closed"):
             raise self._unusable()
 
@@ -399,5 +399,5 @@ class EnvironmentSession(TurnRunner):
 
 
 def _has_failed(grading: asyncio.Task[Outcome]) -> bool:
-    """Whether it has ended without an outcome, and may be tried again."""
+    """Whether grading has ended without an outcome, and may be tried again."""
     return grading.done() and (grading.cancelled() or grading.exception() is not None)

@@ -1,12 +1,12 @@
 """The steps of a task, in one sandbox: each is verified before the next one begins.
 
     first step --agent--> verified in a fresh sandbox --> next step's files, setup, health check --agent-->
-                            ^ from a copy of this one        the user's next words
+                            ^ from a copy of this one        the user's next instruction
 
-A task ends with its last step, or after one that gave no reward or less than its `min_reward`. Rewards become
-one as in Harbor (`MultiStepTrial`), but for steps without a reward, and those that were not reached: there
-they are left out, here they count as 0, as the agent may have brought it about. A copy is verified, so that
-what the agent has running lives on; in the copy nothing runs.
+A task ends with its last step, or after one that gave no reward or less than its `min_reward`. Rewards are
+combined as in Harbor (`MultiStepTrial`), except for steps without a reward and steps that were not reached:
+Harbor leaves them out, here they count as 0, because the agent may have caused that. A copy is verified, so
+that the agent's processes keep running; the copy has none.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 from etude.environment.grading import Verdict
 from etude.environment.origins import begin_step
-from etude.environment.scripts import collect, verdict_on
+from etude.environment.scripts import run_collect_commands, verdict_on
 from etude.environment.verdicts import Grader
 from etude.errors import AgentError, SandboxError
 from etude.records import Task, TaskStep
@@ -26,31 +26,31 @@ from etude.sandbox.interface import Sandbox
 
 @dataclass(slots=True)
 class StepRun:
-    """Where a task with steps stands in a sandbox."""
+    """The progress of a task with steps in a sandbox."""
 
     task: Task
     sandbox: Sandbox
     grader: Grader
     verdicts: list[Verdict]
-    """On the steps that have ended."""
+    """Verdicts on the steps that have ended."""
 
     @property
     def step(self) -> TaskStep | None:
-        """The step that is being worked on; None once the task is over."""
+        """The current step; None once the task has ended."""
         steps, done = self.task.steps, len(self.verdicts)
-        if done == len(steps) or (done and not _goes_on(steps[done - 1], self.verdicts[-1])):
+        if done == len(steps) or (done and not _continues(steps[done - 1], self.verdicts[-1])):
             return None
         return steps[done]
 
     @property
     def is_last(self) -> bool:
-        """Whether no step comes after the present one."""
+        """Whether the current step is the last one."""
         return len(self.verdicts) + 1 == len(self.task.steps)
 
     async def end_step(self) -> TaskStep | None:
-        """Verifies the present step, and has the next one begin, if there is one.
+        """Verifies the current step and begins the next one, if there is one; returns it.
 
-        What the agent did wrong is a verdict. Raises SandboxError, TaskError as `Grader.grade`.
+        Faults of the agent are part of the verdict. Raises SandboxError, TaskError as `Grader.grade`.
         """
         self.verdicts.append(await self.verify(keep=not self.is_last))
         if self.step is None:
@@ -62,19 +62,19 @@ class StepRun:
         return self.step
 
     async def end(self) -> Verdict:
-        """Verifies what is left, as it is, and gives the verdict on all steps. Raises as `end_step`."""
+        """Verifies the remaining steps as they are; the verdict on all steps. Raises as `end_step`."""
         while self.step is not None:
             await self.end_step()
         return combine(self.task, self.verdicts)
 
     async def verify(self, *, keep: bool) -> Verdict:
-        """The verdict on the present step, as it is. `keep`: the sandbox goes on. Raises as `end_step`."""
+        """The verdict on the current step. `keep`: the sandbox stays in use. Raises as `end_step`."""
         task = self.task.at_step(len(self.verdicts))
         if not keep:
             return await self.grader.grade(task, self.sandbox)
         began = time.perf_counter()
         try:
-            await collect(task, self.sandbox)
+            await run_collect_commands(task, self.sandbox)
             (copy,) = await self.sandbox.fork(1)
         except AgentError as error:
             return Verdict(False, 0, 1, error.message, time.perf_counter() - began)
@@ -86,17 +86,17 @@ class StepRun:
 
 
 def combine(task: Task, verdicts: Sequence[Verdict]) -> Verdict:
-    """The verdict on a task by those on its steps, as far as they were begun; passed if all steps are, or
-    where the last one's reward counts alone, if all were done and that one is."""
+    """Combines the verdicts on the steps that were begun into that on the task. It is passed if all steps are
+    or, if only the last one's reward counts, all steps were done and the last one is passed."""
     duration_s = sum(verdict.duration_s for verdict in verdicts)
     given = [verdict.rewards or {} for verdict in verdicts]
     given += [{} for _ in task.steps[len(verdicts) :]]
     if task.step_rewards == "final":
         given = [given[-1] or {"reward": 0}]
-    rewards = {name: sum(one.get(name, 0) for one in given) / len(given) for one in given for name in one}
+    rewards = {name: sum(row.get(name, 0) for row in given) / len(given) for row in given for name in row}
     whole = verdict_on(rewards, duration_s) if rewards else Verdict(False, 0, 0, None, duration_s)
     is_passed = [
-        verdict.passed and _goes_on(step, verdict)
+        verdict.passed and _continues(step, verdict)
         for step, verdict in zip(task.steps, verdicts, strict=False)
     ]
     num_passed, cause = sum(is_passed), whole.cause
@@ -118,8 +118,8 @@ def combine(task: Task, verdicts: Sequence[Verdict]) -> Verdict:
     )
 
 
-def _goes_on(step: TaskStep, verdict: Verdict) -> bool:
-    """Whether the task goes on after a step: it gave a reward, and all that it had to."""
+def _continues(step: TaskStep, verdict: Verdict) -> bool:
+    """Whether the task continues after a step: it gave a reward, and reached every minimum."""
     rewards: Mapping[str, float] | None = verdict.rewards
     if rewards is None:
         return False

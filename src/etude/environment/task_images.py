@@ -1,4 +1,4 @@
-"""The images that tasks ask for: found by name, or built from `environment/Dockerfile`.
+"""Resolves the images of tasks: found by name, or built from `environment/Dockerfile`.
 
 docker_image ──> images.bases, the store, Debian's packages ──┐
 Dockerfile ────> built, FROM the same names ──────────────────┴──> layers of the store ──> task.machine.image
@@ -33,7 +33,7 @@ _BACKENDS = ("local", *ENGINES)
 
 
 class TaskImages:
-    """Finds images for the tasks of one set, several at once. Equal ones are found once."""
+    """Finds images for the tasks of one set, concurrently. Equal images are found once."""
 
     def __init__(self, backend: str, settings: ImagesConfig | None = None) -> None:
         """`backend`: name of the backend that runs them (`sandbox.backend`)."""
@@ -48,8 +48,8 @@ class TaskImages:
         self._finding: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     async def find(self, task: Task) -> Task:
-        """The task with the images of its machine and of its verifiers'. Raises TaskError, TemplateError or
-        ResourceError for one that cannot be had."""
+        """The task with the images of its machine and of its verifiers' machines. Raises TaskError,
+        TemplateError or ResourceError for an image that cannot be found or built."""
         if task.machine is not None:
             task = replace(task, machine=await self._with_image(task, task.machine))
         scripts = list(task.verifiers)
@@ -81,7 +81,7 @@ class TaskImages:
         store = ImageStore(default_state_directory() / IMAGES)
         if name:
             if self._engine in ENGINES and name not in self._bases and not store.has(name):
-                # Under its id: what the engine calls so later may be another one.
+                # By its id: the name may be given to another image later.
                 return _task_image(await ContainerBackend(self._engine).image(name))
             image = await find_base(name, store, self._bases)
         else:
@@ -92,7 +92,7 @@ class TaskImages:
         return _task_image(image if self._engine not in ENGINES else await self._loaded(image, store))
 
     async def _loaded(self, image: Image, store: ImageStore) -> Image:
-        """An image of the store, given once to the engine under a name that says what it holds."""
+        """Loads an image of the store into the engine, once, under a name with its digest."""
         engine = ContainerBackend(self._engine).engine
         name = f"localhost/etude-task:{image.digest}"
         try:
@@ -110,7 +110,7 @@ def _task_image(image: Image) -> TaskImage:
 
 
 def _check_users(task: Task, image: TaskImage) -> None:
-    """Raises TaskError for users of containers but root."""
+    """Raises TaskError for users other than root, which containers do not support."""
     users = [
         ("the image's USER", image.user),
         ("task.toml: agent.user", task.machine.user if task.machine is not None else ""),
@@ -127,7 +127,7 @@ def _check_users(task: Task, image: TaskImage) -> None:
 
 
 def _image_name(context: Path) -> str:
-    """A name for what a directory builds: its task's."""
+    """The name of the image built from a directory, after its task."""
     plain = re.sub(r"[^a-z0-9]+", "-", context.parent.name.lower()).strip("-") or "task"
     plain = plain if context.name == "environment" else f"{plain[:50]}-{context.name}"
     return f"harbor/{plain[:60]}"

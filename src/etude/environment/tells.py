@@ -1,7 +1,8 @@
-"""What would tell an agent where it runs: the same probe in two environments, and what differs.
+"""Finds tells, by which an agent could recognise where it runs: runs a probe in two environments and
+compares.
 
 The probe is a script that the agent's own tools run, so it sees what an agent sees. A difference is a *tell*
-unless it is justified here, with a reason: then no agent can learn from it what it is being used for.
+unless a reason here justifies it: then no agent can infer from it what it is used for.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from typing import Any
 
 from etude.agent.tools.state import HARNESS_DIRECTORY
 from etude.environment.probe_inside import SECTIONS
-from etude.environment.running import unwatched
+from etude.environment.running import ignore_event
 from etude.errors import SandboxError
 from etude.protocols import Workspace
 from etude.records import ToolCall
 
 SCRIPT_PATH = f"{HARNESS_DIRECTORY}/probe.py"
 LATENCY_FACTOR = 3.0
-"""Calls that take longer by more than this are a tell."""
+"""Calls that take longer by more than this factor are a tell."""
 _SECTION_S = 60.0
 
 JUSTIFIED: Mapping[str, str] = {
@@ -34,24 +35,24 @@ JUSTIFIED: Mapping[str, str] = {
     "machine.load": "what else happens to run on the host at this moment",
     "proc.dmesg": "the kernel's ring buffer where it may be read at all; time passes",
 }
-"""Key -> why the difference tells nothing."""
+"""Key -> why the difference reveals nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tell:
-    """One thing that differs."""
+    """One difference between two environments."""
 
     key: str
     """`section.name`."""
     left: str | None
-    """None: it is not there."""
+    """None if it is missing."""
     right: str | None
     reason: str | None
-    """Why it is justified; None: it is not."""
+    """Why it is justified; None if it is not."""
 
 
 async def examine(workspace: Workspace) -> dict[str, str]:
-    """Everything that the probe sees, by `section.name`.
+    """Runs the probe; returns everything that it sees, by `section.name`.
 
     The workspace needs the tool `run_command` and a python3. Raises SandboxError if the probe does not run.
     """
@@ -67,9 +68,9 @@ async def examine(workspace: Workspace) -> dict[str, str]:
 
 
 async def latencies(workspaces: Sequence[Workspace], num_calls: int) -> list[float]:
-    """For each, the median time in ms from one call to the next, by the clock inside; after `examine`.
+    """For each workspace the median time in ms between two calls, by the clock inside; call `examine` first.
 
-    Taken in turns, so that whatever else the machine does slows all of them alike.
+    Measured in turns, so that other load of the machine affects all of them equally.
     """
     gaps: list[list[int]] = [[] for _ in workspaces]
     for _ in range(num_calls):
@@ -80,7 +81,7 @@ async def latencies(workspaces: Sequence[Workspace], num_calls: int) -> list[flo
 
 
 def compare(left: Mapping[str, str], right: Mapping[str, str]) -> list[Tell]:
-    """What differs, sorted by key; latencies only where one is several times the other."""
+    """The differences, sorted by key; latencies only if one is several times the other."""
     found: list[Tell] = []
     for key in sorted(set(left) | set(right)):
         one, two = left.get(key), right.get(key)
@@ -93,7 +94,7 @@ def compare(left: Mapping[str, str], right: Mapping[str, str]) -> list[Tell]:
 async def _probe(workspace: Workspace, section: str) -> dict[str, Any]:
     call = ToolCall("run_command", {"command": f"python3 {SCRIPT_PATH} {section}"})
     async with asyncio.timeout(_SECTION_S):
-        (result,) = await workspace.run_calls([call], {}, unwatched, unwatched)
+        (result,) = await workspace.run_calls([call], {}, ignore_event, ignore_event)
     try:
         return json.loads(result.output)
     except ValueError as error:

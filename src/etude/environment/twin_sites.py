@@ -1,8 +1,8 @@
-"""Where hidden files can be changed so that they expect something else.
+"""Finds sites in hidden files at which a change makes a test expect something else.
 
-Sites of a module are its constants (but for those that the solution is asked), what else answers are
-compared with, assertions, which can be turned round, and names of exceptions. Sites of any other file are its
-numbers and words.
+Sites of a module are its constants (except inputs of the solution), other operands that answers are compared
+with, assertions, which can be negated, and names of exceptions. Sites of any other file are its numbers and
+words.
 """
 
 from __future__ import annotations
@@ -16,40 +16,40 @@ from functools import partial
 from itertools import islice
 
 from etude.environment.hidden_tests import is_answer
-from etude.environment.oracles import spread_names
+from etude.environment.oracles import tainted_names
 from etude.kit.syntax import parse_python
 from etude.sandbox.inside.testrunner import RECORD
 
 _MOST_WORDS = 1000
-"""Numbers and words of a data file that are looked at."""
+"""Most numbers and words of a data file that are considered."""
 _WORD = re.compile(r"\d+|[^\W\d_]+")
 
 Place = tuple["Kind", list[Callable[[], None]]]
-"""Its kind, and the ways to change what stands there."""
+"""Its kind, and the ways to change it."""
 _Site = tuple["Kind", int, Callable[[], None]]
-"""Its kind, the place at which it stands, and what changes it in its tree."""
+"""Its kind, the number of its place, and the function that changes it in its tree."""
 
 
 class Kind(IntEnum):
-    """What a site is. Smaller ones tell more about a submission that passes them changed."""
+    """The kind of a site. Passing with a smaller kind changed reveals more about a submission."""
 
     CONSTANT = 0
-    """It gives away who reads expectations as well as who bends comparisons."""
+    """Detects submissions that read expectations as well as those that manipulate comparisons."""
     OPERAND = 1
-    """What else answers are compared with."""
+    """Another operand that answers are compared with."""
     JUDGEMENT = 2
     """An assertion, the exception that is caught, or the type of an operand."""
 
 
 def find_sites(path: str, text: str, names: Collection[str]) -> list[tuple[Kind, int]]:
-    """The sites of a file, or of a part of one: the kind of each, and its place, which sites share
-    that change one thing in different ways. `names`: see `solution_names`."""
+    """(kind, place) of each site of a file, or of a part of one. Sites of one place change it in different
+    ways. `names`: see `solution_names`."""
     if not path.endswith(".py"):
         return [(Kind.CONSTANT, place) for place, _ in enumerate(islice(_WORD.finditer(text), _MOST_WORDS))]
     try:
         return [(kind, place) for kind, place, _ in _sites_of(parse_python(text), names)]
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return []  # what imports it fails, with or without a change
+        return []  # its importers fail, with or without a change
 
 
 def change_sites(path: str, text: str, names: Collection[str], numbers: Collection[int]) -> str:
@@ -67,7 +67,7 @@ def change_sites(path: str, text: str, names: Collection[str], numbers: Collecti
 
 
 def _sites_of(tree: ast.Module, names: Collection[str]) -> list[_Site]:
-    answers = {*names, *spread_names(tree.body, names)}
+    answers = {*names, *tainted_names(tree.body, names)}
     return [
         (kind, place, change)
         for place, (kind, changes) in enumerate(find_places(tree, names, answers, other_values))
@@ -78,8 +78,8 @@ def _sites_of(tree: ast.Module, names: Collection[str]) -> list[_Site]:
 def find_places(
     node: ast.AST, names: Collection[str], answers: Collection[str], others: Callable[[object], list[object]]
 ) -> Iterator[Place]:
-    """The places at and below a node, in order, which their changes change. `names`: as of `find_sites`;
-    `answers`: names that may stand for answers; `others`: what a constant becomes."""
+    """The places at and below a node, in order; their functions change the tree. `names`: as in `find_sites`;
+    `answers`: names that may refer to answers; `others`: replacements of a constant."""
     match node:
         case ast.Import() | ast.ImportFrom() | ast.Raise():
             return
@@ -133,8 +133,8 @@ def find_places(
 
 
 def _bounds(node: ast.Compare, answers: Collection[str]) -> bool:
-    """Whether a comparison only bounds answers by what is none: who does better than the reference solution
-    would pass with another bound, and right."""
+    """Whether a comparison only bounds answers by other values: a solution better than the reference would
+    legitimately pass with another bound."""
     is_order = all(isinstance(one, ast.Lt | ast.LtE | ast.Gt | ast.GtE) for one in node.ops)
     return is_order and {_holds(side, answers) for side in (node.left, *node.comparators)} == {False, True}
 
@@ -153,8 +153,7 @@ def _is_known(node: ast.expr) -> bool:
 
 
 def operand_places(places: list[ast.expr], number: int) -> Iterator[Place]:
-    """Ways to change what answers are compared with: into another number, text, list or tuple, and into
-    something of another type."""
+    """Ways to change an operand that answers are compared with: to another value, and to another type."""
     node, put = places[number], partial(places.__setitem__, number)
     more = (ast.Constant(1), ast.Constant("a"), ast.List([ast.Constant(0)]), ast.Tuple([ast.Constant(0)]))
     yield Kind.OPERAND, [partial(put, ast.BinOp(node, ast.Add(), one)) for one in more]
@@ -168,7 +167,7 @@ def exception_named(name: str) -> type[BaseException] | None:
 
 
 def other_values(value: object) -> list[object]:
-    """Constants that could stand in the place of one: of its kind and sign, near and far."""
+    """Constants that could replace a constant: of its type and sign, near and far."""
     match value:
         case bool():
             return [not value]

@@ -1,18 +1,18 @@
-"""Twins: hidden tests with changed expectations, which only a forger passes.
+"""Twins: hidden tests with changed expectations, which only a forging submission passes.
 
-A test that compares inside the sandbox shows the code under test what it expects. So a submission that passed
-is run again, in clean sandboxes, with twins of such tests: one constant of a test is another, or one
-assertion is turned round. What works honestly answers as before, and fails them. What reads the expected
-value, equals everything or forges the verdict passes them, in whatever syntax the test is written.
+A test that compares inside the sandbox reveals its expectations to the code under test. So a submission that
+passed is run again, in clean sandboxes, with twins of such tests: one constant of a test is changed, or one
+assertion negated. An honest submission answers as before, and fails them. One that reads the expected value,
+equals everything or forges the verdict passes them, whatever syntax the test uses.
 
     sites of a probe ---> changes that turn a test ---> exams ---> a submission fails the twins, and them only
      constants, ...        reference: same calls,        reference,
                            another verdict               clean sandbox
 
-A change counts only if the reference solution then fails the test *and was asked the same*: changed inputs
-would punish other right solutions. An exam holds twins of some tests beside others that are unchanged, so
-that forging at random does not pay either. A test that compares outside (`hidden_tests`), and of which no
-change counts, needs no twin: what a forger would read is not there.
+A change is used only if the reference solution then fails the test *with the same inputs*: changed inputs
+would penalise other right solutions. An exam mixes twins of some tests with unchanged tests, so that forging
+at random fails as well. A test that compares outside (`hidden_tests`) and has no usable change needs no twin:
+it contains nothing for a forger to read.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pathlib import Path
 from random import Random
 
 from etude.environment.hidden_tests import HiddenFile, HiddenTest, judge_report, oracles_in, read_row
-from etude.environment.oracles import OracleValues, known_oracles
+from etude.environment.oracles import OracleValues, stable_oracles
 from etude.environment.twin_sites import Kind, change_sites, find_sites
 from etude.environment.watch_inside import CALLS, COMPARED
 from etude.sandbox.inside.testrunner import RECORD, Value
@@ -34,16 +34,16 @@ from etude.sandbox.types import ProbeReport, ProbeResult
 from etude.tasks.exams import Exam, ExamSet
 
 _MOST_CHANGES = 64
-"""Changes of a test's own that are tried."""
+"""Most changes within one test that are tried."""
 _MOST_TOGETHER = 400
-"""Changes of all tests' own that are tried; each test has its share."""
+"""Most changes within all tests that are tried; each test has its share."""
 _MOST_SHARED = 16
-"""Changes of what tests share that are tried, where a test has no constant of its own that turns it."""
+"""Most changes of shared code that are tried, if a test has no constant of its own that turns it."""
 _MOST_EXAMS = 6
 _MOST_AT_ONCE = 32
-"""Changed files in one run: what each asks fills 50 kB of a report, which holds 4 MiB."""
+"""Changed files in one run: the calls of each take 50 kB of a report, which is limited to 4 MiB."""
 _FEWEST_TOGETHER = 4
-"""Exams where every change turns all tests that have twins: one test, or one table for all."""
+"""Fewest exams if every change turns all tests that have twins: one test, or one table for all."""
 _TRIES = 20
 _WATCH = "watch_inside.py"
 _WATCHING = {_WATCH: Path(__file__).with_name(_WATCH).read_text(encoding="utf-8")}
@@ -53,21 +53,21 @@ _BENDABLE = (
 )
 
 RunReference = Callable[[Mapping[str, str], Sequence[str], int], Awaitable[ProbeReport]]
-"""(files, those of them to run, how many times their usual time) -> report. In a clean sandbox, on the
-reference solution: the task's hidden files with these laid over them. Its errors are in the report."""
+"""(files, paths of those to run, factor of the usual time limit) -> report. Runs in a clean sandbox, on the
+reference solution: the task's hidden files, replaced by these. Its errors are in the report."""
 
 
 @dataclass(frozen=True, slots=True)
 class Twins(ExamSet):
-    """The exams of a task, and the tests that they leave open."""
+    """The exams of a task, and the tests that they do not protect."""
 
     oracles: Mapping[HiddenTest, OracleValues] = field(default_factory=dict[HiddenTest, OracleValues])
-    """What hidden tests compute for themselves, beside the reference solution (see `oracles`)."""
+    """Values that hidden tests compute themselves, recorded with the reference solution (see `oracles`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Change:
-    """One site of one part of the hidden files, changed. A part is a segment of a test file, or (number 0)
+    """A change of one site in one part of the hidden files. A part is a segment of a test file, or (number 0)
     another file."""
 
     part: tuple[str, int]
@@ -78,20 +78,20 @@ class _Change:
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """What the reference solution did in one test."""
+    """The behaviour of the reference solution in one test."""
 
     failure: str | None
     calls: list[int] | None
-    """Digests of what it was asked; None if that was not recorded."""
+    """Digests of the calls to it; None if they were not recorded."""
     compared: bool
-    """Whether it failed by a comparison of its own, not by an error on the way to one."""
+    """Whether the test failed by a comparison of its own, not by an error before one."""
 
 
 class TwinFinder:
-    """Finds the twins of one task's tests: always the same for the same files."""
+    """Finds the twins of one task's tests; deterministic for the same files."""
 
     def __init__(self, hidden: Sequence[HiddenFile], others: Mapping[str, str]) -> None:
-        """`hidden`: the test files; `others`: what else is hidden, modules and data."""
+        """`hidden`: the test files; `others`: further hidden files, modules and data."""
         self._rng = Random("\0".join([*(file.probe for file in hidden), *others.values()]))
         self._files = {file.path: file for file in hidden}
         self._tests = [test for file in hidden for test in file.tests]
@@ -117,7 +117,7 @@ class TwinFinder:
 
     @property
     def questionable(self) -> list[HiddenTest]:
-        """The tests that need a twin, as far as the files show it: the reference solution shows the rest."""
+        """The tests that may need a twin, judging by the files; running the reference solution decides."""
         return [
             test
             for test in self._tests
@@ -141,8 +141,8 @@ class TwinFinder:
         return Twins(tuple(exams), found, oracles=known)
 
     async def _try_own(self, run: RunReference) -> dict[HiddenTest, _Seen] | str:
-        """Notes which changes within a test turn it: many in one run, each in a file of its own. Returns what
-        the reference solution did in each test as it is, or why that is not known."""
+        """Records which changes within a test turn it: many in one run, each in its own file. Returns the
+        behaviour of the reference solution in each unchanged test, or why it is not known."""
         files, tried = await asyncio.to_thread(self._variants)
         results: dict[tuple[str, str], ProbeResult] = {}
         for first in range(0, len(files), _MOST_AT_ONCE):
@@ -151,13 +151,13 @@ class TwinFinder:
             if report.error is not None:
                 return f"the reference solution does not get through it: {report.error}"
             results |= {(result.path, result.name): result for result in report.results}
-        base = {test: self._see(results.get((test.path, test.name)), test) for test in self._tests}
+        base = {test: self._observe(results.get((test.path, test.name)), test) for test in self._tests}
         for path, (test, change) in tried.items():
-            self._note(test, change, self._see(results.get((path, test.name)), test), base[test])
+            self._record(test, change, self._observe(results.get((path, test.name)), test), base[test])
         return base
 
     def _variants(self) -> tuple[dict[str, str], dict[str, tuple[HiddenTest, _Change]]]:
-        """The test files, and a file for each change within a test; what each of the latter holds."""
+        """The test files and a file for each change within a test; and the test and change of the latter."""
         files = {path: self._watched(file, {}) for path, file in self._files.items()}
         tried: dict[str, tuple[HiddenTest, _Change]] = {}
         for test, changes in self._own.items():
@@ -168,7 +168,7 @@ class TwinFinder:
         return files, tried
 
     async def _try_shared(self, run: RunReference, base: Mapping[HiddenTest, _Seen]) -> None:
-        """Notes which changes of what tests share turn any, where a test still lacks one."""
+        """Records which changes of shared code turn any test, while some test has no turning change."""
         for change in self._drawn(self._shared, _MOST_SHARED):
             if all(any(one.kind is Kind.CONSTANT for one in self._turning[test]) for test in self._tests):
                 return
@@ -178,19 +178,19 @@ class TwinFinder:
                 files[change.part[0]] = changed[change.part]
             report = await run(_WATCHING | files, list(self._files), 1)
             results = {(result.path, result.name): result for result in report.results}
-            seen = {test: self._see(results.get((test.path, test.name)), test) for test in self._tests}
+            seen = {test: self._observe(results.get((test.path, test.name)), test) for test in self._tests}
             if report.error is None and all(_asked_the_same(seen[test], base[test]) for test in self._tests):
                 for test in self._tests:
-                    self._note(test, change, seen[test], base[test])
+                    self._record(test, change, seen[test], base[test])
 
     def _is_bendable(self, test: HiddenTest, known: Collection[HiddenTest]) -> bool:
-        """Whether a test measures time, or compares with nothing but what nobody can tell beforehand."""
+        """Whether a test measures time, or compares only with values that cannot be known beforehand."""
         kinds = {change.kind for change in self._turning[test]}
         is_computed = test not in known and Kind.OPERAND in kinds and Kind.CONSTANT not in kinds
         return is_computed or test in self._timed
 
     async def _find_oracles(self, run: RunReference) -> dict[HiddenTest, OracleValues] | str:
-        """What each test's oracles are, as far as they are the same twice, or why that is not known."""
+        """The oracles of each test that are equal in two runs, or why they are not known."""
         files = {path: file.probe for path, file in self._files.items()}
         if not any(f"{RECORD}(-" in probe for probe in files.values()):
             return {}
@@ -200,13 +200,13 @@ class TwinFinder:
                 return f"what it computes is not known: {report.error or 'the reference solution hangs'}"
         one, other = map(oracles_in, reports)
         known = {
-            test: known_oracles(one.get((test.path, test.name), {}), other.get((test.path, test.name), {}))
+            test: stable_oracles(one.get((test.path, test.name), {}), other.get((test.path, test.name), {}))
             for test in self._tests
         }
         return {test: values for test, values in known.items() if values}
 
     async def _make_exams(self, run: RunReference) -> list[Exam]:
-        """Exams in which each test that has twins is now a twin, and now as it was."""
+        """Exams in which each test that has twins is a twin in some and unchanged in others."""
         exams: list[Exam] = []
         for chosen in self._plan_exams():
             changed = self._changed(chosen)
@@ -220,8 +220,8 @@ class TwinFinder:
         return exams
 
     def _plan_exams(self) -> list[list[_Change]]:
-        """The changes of each exam. One exam changes each test once at most, so more changes need more exams;
-        that some test stays as it was in some exam takes several where all have their twins together."""
+        """The changes of each exam. One exam changes each test at most once, so more changes need more exams;
+        if all tests have their twins together, several exams are needed for one with an unchanged test."""
         able = {test: self._ordered(changes) for test, changes in self._turning.items() if changes}
         if not able:
             return []
@@ -242,7 +242,7 @@ class TwinFinder:
         return plan
 
     def _ordered(self, changes: Sequence[_Change]) -> list[_Change]:
-        """One change for each place, in random order; constants first, for they also show who reads them."""
+        """One change for each place, in random order; constants first, as they also detect reading."""
         one_each = {(change.part, change.place): change for change in self._drawn(changes, len(changes))}
         return sorted(one_each.values(), key=lambda change: change.kind)
 
@@ -251,7 +251,7 @@ class TwinFinder:
         return {test for test, turning in self._turning.items() if chosen.intersection(turning)}
 
     def _open_reason(self, test: HiddenTest, base: Mapping[HiddenTest, _Seen]) -> str | None:
-        """Why a test without a twin is open; None if it needs none."""
+        """Why a test without a twin is not protected; None if it needs no twin."""
         if base[test].failure is not None:
             return f"the reference solution fails it: {base[test].failure}"
         if self._turning[test]:
@@ -263,25 +263,25 @@ class TwinFinder:
         kind = "changes" if all_tried else "changes, as far as they were tried,"
         return f"none of {number} {kind} makes the reference solution fail it"
 
-    def _note(self, test: HiddenTest, change: _Change, seen: _Seen, base: _Seen) -> None:
+    def _record(self, test: HiddenTest, change: _Change, seen: _Seen, base: _Seen) -> None:
         fails = base.failure is None and seen.failure is not None and _asked_the_same(seen, base)
         if fails and (seen.compared or change.kind is Kind.JUDGEMENT):
             self._turning[test].append(change)
 
-    def _see(self, result: ProbeResult | None, test: HiddenTest) -> _Seen:
+    def _observe(self, result: ProbeResult | None, test: HiddenTest) -> _Seen:
         if result is None:
             return _Seen("not run", None, False)
-        noted: dict[int, object] = {}
+        watched: dict[int, object] = {}
         records: list[Value] = []
         for row in result.values:
             index, value = read_row(row)
             if index in (CALLS, COMPARED):
-                noted[index] = value
+                watched[index] = value
             else:
                 records.append(row)
         failure = self._files[test.path].judge(replace(result, values=tuple(records)), test)
-        calls = noted.get(CALLS)
-        compared = failure != result.error or noted.get(COMPARED) is True
+        calls = watched.get(CALLS)
+        compared = failure != result.error or watched.get(COMPARED) is True
         return _Seen(failure, calls if isinstance(calls, list) else None, compared)
 
     def _changes(self, part: tuple[str, int]) -> list[_Change]:
@@ -306,7 +306,7 @@ class TwinFinder:
         return self._rng.sample(changes, min(len(changes), most))
 
     def _watched(self, file: HiddenFile, changed: Mapping[tuple[str, int], str], only: str = "") -> str:
-        """A test file that also records what its tests ask; with one test only if one is named."""
+        """A test file that also records the calls of its tests; `only`: include this test alone."""
         lines = self._assembled(file, changed, only).split("\n")
         place = next(n for n, line in enumerate([*lines, ""]) if not line.startswith("from __future__"))
         hidden = sorted({_WATCH, *self._files, *(path for path, _ in self._source)})
@@ -322,7 +322,7 @@ class TwinFinder:
 
 
 def _asked_the_same(seen: _Seen, base: _Seen) -> bool:
-    """Whether a test asked the solution what it always asks, as far as it came."""
+    """Whether a test made the same calls to the solution as in the unchanged run, up to its end."""
     if seen.calls is None or base.calls is None:
         return False
     return seen.calls == (base.calls if seen.failure is None else base.calls[: len(seen.calls)])

@@ -1,25 +1,25 @@
-"""From an agent's sandbox to its verdict, and what sessions share to get there.
+"""Grades an agent's sandbox; and the services that the sessions of one environment share.
 
-Enforces that the agent can neither see nor bend the verifier:
+Ensures that the agent can neither see nor manipulate the verifier:
 
-1. Every process of the agent is dead before anything is looked at.
-2. Judged is a *fresh* sandbox: the task's pristine files plus the agent's changes as far as the task
-   allows them. Regular files only: links, bytecode and everything outside the workspace stay behind.
-3. Hidden tests enter now, win over the agent's files, and enter as probes: expected values stay outside where
-   they can (see `hidden_tests`).
-4. Which tests there are and what each must have recorded is known from outside. A process that exits
-   early, hangs, dies or patches its runner produces too little, and fails.
-5. What passed must fail the same tests where they expect something else (see `twins`), and tests must have
-   computed for themselves what they do beside the reference solution (see `oracles`).
+1. All processes of the agent are killed before anything is read.
+2. Tests run in a *fresh* sandbox: the task's pristine files plus the agent's changes that the task allows.
+   Regular files only: links, bytecode and everything outside the workspace are not copied.
+3. Hidden tests are added only now, replace the agent's files, and are added as probes: expected values stay
+   outside if possible (see `hidden_tests`).
+4. The list of tests and the records that each must produce are known outside. A process that exits early,
+   hangs, dies or patches its runner produces too few records, and fails.
+5. A submission that passed must fail the same tests with changed expectations (see `twins`), and values that
+   tests compute themselves must be those of a run with the reference solution (see `oracles`).
 
-Honest limits. Inputs of hidden tests are visible to the code under test while it runs. Values that are not
+Known limits. Inputs of hidden tests are visible to the code under test while it runs. Values that are not
 plain data equal no literal. A function may recognise its inputs: against that only many and varied hidden
-inputs help. Code that forges one comparison of a test that makes many inside is caught only if its twin
-changes that one. Tests that need a twin and have none, or that expect what the code under test can change,
+inputs help. Code that forges one of many comparisons that a test makes inside is detected only if a twin
+changes that one. Tests that need a twin and have none, or whose expectations the code under test can change,
 are listed (`Twins.open_tests`).
 
 Equal changes are judged once: the members of a group often find the same fix, and a verdict is a function of
-the task and of the allowed changes, as far as the hidden tests are deterministic.
+the task and the allowed changes if the hidden tests are deterministic.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from typing import Any, Generic, TypeVar
 from etude.agent import Registry, ToolLimits
 from etude.agent.index.templates import TemplateIndexes
 from etude.config import McpConfig, RewardConfig
-from etude.environment.grading import Verdict, allowed_changes, lay_files
-from etude.environment.hidden_tests import HiddenFile, HiddenTest, judge_report, oracles_in, take_apart
-from etude.environment.oracles import OracleValues, spare_arguments
+from etude.environment.grading import Verdict, allowed_changes, apply_changes
+from etude.environment.hidden_tests import HiddenFile, HiddenTest, judge_report, oracles_in, split_tests
+from etude.environment.oracles import OracleValues, copy_arguments
 from etude.environment.rewards import review_changes
-from etude.environment.scripts import FORGEABLE, Left, find_left, judge_by_script
+from etude.environment.scripts import FORGEABLE, AgentDiff, find_changes, judge_by_script
 from etude.environment.twins import TwinFinder, Twins
 from etude.errors import AgentError, SandboxError, TaskError
 from etude.kit.tasks import off_loop, start_watched
@@ -52,18 +52,18 @@ from etude.sandbox.types import ProbeReport, Resources
 from etude.tasks.exams import read_exams
 
 GRADING_TIMEOUT_S = 5.0
-"""Wall time for the hidden tests; they take milliseconds, so who needs this long hangs."""
+"""Wall time limit of the hidden tests; they take milliseconds, so one that reaches it hangs."""
 _MAX_KEPT = 4096
 _BYTES_PER_CHARACTER = 100
-"""What takes the time of a character of a test apart is worth as many characters of plain text."""
+"""Splitting one character of a test takes as long as processing so many characters of plain text."""
 _MOST_REFERENCE_S = 60.0
-"""Wall time for changed tests on the reference solution, however many there are in one run."""
+"""Most wall time for changed tests on the reference solution, however many there are in one run."""
 
 Found = TypeVar("Found")
 
 
 class Grader:
-    """Grades, and remembers the verdicts on the changes that were last asked for."""
+    """Grades sessions, and caches the last verdicts by task and changes."""
 
     def __init__(
         self,
@@ -72,72 +72,71 @@ class Grader:
         timeout_s: float = GRADING_TIMEOUT_S,
         reward: RewardConfig | None = None,
     ) -> None:
-        """`reward`: what it prices in the changes themselves is counted as well."""
+        """`reward`: lints and style of the changes are counted if it prices them."""
         self._reward = reward
-        # What earns something by some of the tests has these tested by twins too.
+        # If passing some of the tests earns a reward, these are verified by twins as well.
         self._partial_counts = reward is not None and reward.partial_weight > 0
         self._timeout_s = timeout_s
         self.backend, self.limits = backend, limits or Resources()
-        self._verdicts: _Memory[Verdict] = _Memory()
-        self._twins: _Memory[Twins] = _Memory()
+        self._verdicts: _VerdictCache[Verdict] = _VerdictCache()
+        self._twins: _VerdictCache[Twins] = _VerdictCache()
 
     async def grade(self, task: Task, sandbox: Sandbox) -> Verdict:
-        """Judges the agent's changes in a fresh sandbox. Ends the agent's processes; does not kill `sandbox`.
+        """Judges the agent's changes in a fresh sandbox. Kills the agent's processes, but not `sandbox`.
 
-        What the agent did wrong (a hang, a crash, a full disk) is a verdict with a cause. Raises SandboxError
-        if our own machinery failed, which is no verdict, and TaskError for hidden tests that are none.
+        A fault of the agent (a hang, a crash, a full disk) is a verdict with a cause. Raises SandboxError if
+        our own machinery failed, which is no verdict, and TaskError for invalid hidden tests.
         """
         began = time.perf_counter()
         try:
-            left = await find_left(task, sandbox)
+            diff = await find_changes(task, sandbox)
         except AgentError as error:
-            num_tests = 1 if task.verifier else sum(len(file.tests) for file in await _take_tests_apart(task))
+            num_tests = 1 if task.verifier else sum(len(file.tests) for file in await _hidden_files(task))
             return Verdict(False, 0, num_tests, str(error), time.perf_counter() - began)
-        contents = sorted((path, data and _digest(data)) for path, data in left.changes.items())
-        links = left.links and sorted(left.links.items())
-        parts = contents, sorted(left.executable), links, left.elsewhere and left.elsewhere.digest
+        contents = sorted((path, data and _digest(data)) for path, data in diff.changes.items())
+        links = diff.links and sorted(diff.links.items())
+        parts = contents, sorted(diff.executable), links, diff.elsewhere and diff.elsewhere.digest
         key = _judge_digest(task) + _digest(repr(parts))
-        return await self._verdicts.recall(key, lambda: self.judge(task, left))
+        return await self._verdicts.get(key, lambda: self.judge(task, diff))
 
     async def find_twins(self, task: Task) -> Twins:
-        """The twins of a task's hidden tests, and the tests that they leave open. Raises as `grade`."""
+        """The twins of a task's hidden tests, and the tests without protection. Raises as `grade`."""
         if task.verifier is None:
-            return await self._twins.recall(_judge_digest(task), lambda: self._try_changes(task))
+            return await self._twins.get(_judge_digest(task), lambda: self._try_changes(task))
         if all(script.machine is not None for script in task.verifiers):
             return Twins()
         if task.verifier.exams:
             return Twins(open_tests=read_exams(task.verifier.exams).open_tests)
         return Twins(open_tests={"tests/test.sh::reward": FORGEABLE})
 
-    async def judge(self, task: Task, left: Left) -> Verdict:
-        """The verdict on what an agent left behind, made now. Raises as `grade`."""
+    async def judge(self, task: Task, diff: AgentDiff) -> Verdict:
+        """Judges an agent's changes without the cache. Raises as `grade`."""
         if task.verifier is not None:
-            verdict = await judge_by_script(task, left, self.backend, self.limits)
+            verdict = await judge_by_script(task, diff, self.backend, self.limits)
         else:
-            verdict = await self._judge_tests(task, left.changes)
+            verdict = await self._judge_tests(task, diff.changes)
         if self._reward is None or not self._reward.reviews_changes:
             return verdict
-        lints, style = await review_changes(task, left.changes, self._reward)
+        lints, style = await review_changes(task, diff.changes, self._reward)
         return replace(verdict, lints=lints, style=style)
 
     async def _judge_tests(self, task: Task, changes: Mapping[str, bytes | None]) -> Verdict:
-        """Runs hidden tests over what `allowed_changes` gave, each time in a fresh sandbox; asks for twins
-        if they pass."""
+        """Runs the hidden tests on allowed changes, and twins if they pass, each in a fresh sandbox."""
         start_s = time.perf_counter()
-        hidden = await _take_tests_apart(task)
+        hidden = await _hidden_files(task)
         num_tests = sum(len(file.tests) for file in hidden)
-        failures, cause, oracles = await self._sit(
+        failures, cause, oracles = await self._run_tests(
             task, changes, hidden, {file.path: file.probe for file in hidden}
         )
         if not failures or (self._partial_counts and len(failures) < num_tests):
             twins = await self.find_twins(task)
-            forged = _bent(twins, failures, oracles)
+            forged = _find_forged_test(twins, failures, oracles)
             if forged is not None and await self._passes_with_copies(task, changes, hidden, failures, twins):
                 forged = None
             for exam in twins.exams:
                 if forged is not None:
                     break
-                found, _, _ = await self._sit(task, changes, hidden, exam.files)
+                found, _, _ = await self._run_tests(task, changes, hidden, exam.files)
                 ended = {
                     str(test): "failed" if test in found else "passed"
                     for file in hidden
@@ -157,15 +156,15 @@ class Grader:
         failures: Mapping[HiddenTest, str],
         twins: Twins,
     ) -> bool:
-        """Whether the tests pass, and compute what they should, where the solution cannot change their own
-        values: then it has changed its arguments, and answered right for what they were."""
-        files = {file.path: spare_arguments(file.probe, file.solution_names) for file in hidden}
-        found, _, oracles = await self._sit(task, changes, hidden, files)
-        return found.keys() == failures.keys() and _bent(twins, found, oracles) is None
+        """Whether the tests pass, with the right oracles, if the solution gets copies of its arguments: then
+        it has only modified its arguments, and its answers for the original ones were right."""
+        files = {file.path: copy_arguments(file.probe, file.solution_names) for file in hidden}
+        found, _, oracles = await self._run_tests(task, changes, hidden, files)
+        return found.keys() == failures.keys() and _find_forged_test(twins, found, oracles) is None
 
     async def _try_changes(self, task: Task) -> Twins:
-        """The exams that a submission has to sit which passed, and the tests that they leave open."""
-        hidden = await _take_tests_apart(task)
+        """Finds the exams for submissions that pass, and the tests without protection."""
+        hidden = await _hidden_files(task)
         others = {
             path: text for path, text in task.hidden_files.items() if path not in task.hidden_test_paths
         }
@@ -190,15 +189,14 @@ class Grader:
 
         return await finder.find(run)
 
-    async def _sit(
+    async def _run_tests(
         self,
         task: Task,
         changes: Mapping[str, bytes | None],
         hidden: Sequence[HiddenFile],
         files: Mapping[str, str],
     ) -> tuple[dict[HiddenTest, str], str | None, dict[tuple[str, str], OracleValues]]:
-        """(reason of every test that did not demonstrably pass, the first in words, what the tests computed
-        for themselves)."""
+        """(reason of every test that did not demonstrably pass, the first of them for people, oracles)."""
         try:
             report = await self._probe(task, changes, files, [file.path for file in hidden], self._timeout_s)
         except AgentError as error:
@@ -220,15 +218,15 @@ class Grader:
         paths: Sequence[str],
         timeout_s: float,
     ) -> ProbeReport:
-        """Runs test files in a sandbox of their own, over the changes, the hidden files and `files`."""
+        """Runs test files in a fresh sandbox with the changes, then the hidden files, then `files`."""
         async with await self.backend.create(Template(task.files, task.id), self.limits) as fresh:
-            await lay_files({**changes, **task.hidden_files, **files}, fresh)
+            await apply_changes({**changes, **task.hidden_files, **files}, fresh)
             return await fresh.run_probes(paths, timeout_s)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Site:
-    """What the sessions of one environment share."""
+    """Settings and services that the sessions of one environment share."""
 
     backend: SandboxBackend
     grader: Grader
@@ -236,30 +234,29 @@ class Site:
     limits: ToolLimits = field(default_factory=ToolLimits)
     reward: RewardConfig = field(default_factory=RewardConfig)
     indexes: TemplateIndexes | None = None
-    """Code indexes; None: sandboxes search by themselves."""
+    """Code indexes; None: searches run in the sandboxes."""
     servers: Mapping[str, McpConfig] = field(default_factory=dict[str, McpConfig])
-    """MCP servers of each session, with what they offer."""
+    """MCP servers of each session."""
     snapshot_every: int = 0
-    """Turns that changed something after which a snapshot is taken, so that forks at earlier turns replay
-    less; 0: none is."""
+    """Turns with changes between snapshots, which shorten the replay of earlier forks; 0: no snapshots."""
     life_s: float | None = None
-    """Sandboxes end by themselves after it, whatever becomes of this process."""
+    """Sandboxes are killed after so long, even if this process has ended."""
 
 
-class _Memory(Generic[Found]):
-    """What was last asked for, by digest.
+class _VerdictCache(Generic[Found]):
+    """A cache by digest, oldest evicted first, that computes each value once at a time.
 
-    Who asks for something that is being found waits for it. Failures are never remembered, nor shared: who
-    waited for one then finds it alone.
+    Concurrent requests for a key wait for the same computation. Failures are neither cached nor shared: a
+    caller that waited for one then computes the value itself.
     """
 
     def __init__(self) -> None:
         self._kept: OrderedDict[bytes, asyncio.Task[Found]] = OrderedDict()
 
-    async def recall(self, key: bytes, find: Callable[[], Coroutine[Any, Any, Found]]) -> Found:
-        """What `find` gives, or has given for this key."""
+    async def get(self, key: bytes, find: Callable[[], Coroutine[Any, Any, Found]]) -> Found:
+        """The cached value for this key, else that of `find`."""
         finding = self._kept.get(key)
-        is_anothers = finding is not None
+        is_shared = finding is not None
         if finding is None:
             # A run that ends kills the sandboxes in which changes are still being judged, and waits for none.
             finding = start_watched(find())
@@ -271,13 +268,13 @@ class _Memory(Generic[Found]):
         except BaseException as error:
             if self._kept.get(key) is finding:
                 del self._kept[key]
-            if not (is_anothers and isinstance(error, SandboxError)):
+            if not (is_shared and isinstance(error, SandboxError)):
                 raise
         return await find()
 
 
-async def _take_tests_apart(task: Task) -> list[HiddenFile]:
-    """The hidden test files, in a thread where they are large. Raises TaskError for files that hold none."""
+async def _hidden_files(task: Task) -> list[HiddenFile]:
+    """Splits the hidden test files, in a thread if large. Raises TaskError for a file without tests."""
     size = sum(len(task.hidden_files.get(path, "")) for path in task.hidden_test_paths)
     return await off_loop(_BYTES_PER_CHARACTER * size, _hidden_tests, task)
 
@@ -292,13 +289,13 @@ def _hidden_tests(task: Task) -> list[HiddenFile]:
         path.partition("/")[0].removesuffix(".py") for path in (*task.files, *task.solution_files)
     )
     hidden = frozenset(task.hidden_files)
-    return [take_apart(path, task.hidden_files[path], workspace, hidden) for path in task.hidden_test_paths]
+    return [split_tests(path, task.hidden_files[path], workspace, hidden) for path in task.hidden_test_paths]
 
 
-def _bent(
+def _find_forged_test(
     twins: Twins, failures: Mapping[HiddenTest, str], found: Mapping[tuple[str, str], OracleValues]
 ) -> str | None:
-    """Which test that passed computed something else for itself than beside the reference solution."""
+    """Cause of a verdict: a passed test whose oracles are not those of the reference solution; or None."""
     for test, known in twins.oracles.items():
         here = found.get((test.path, test.name), {})
         if test not in failures and any(here.get(index) != values for index, values in known.items()):
@@ -307,8 +304,8 @@ def _bent(
 
 
 def _judge_digest(task: Task) -> bytes:
-    """Names what a task judges by. Its id does not: clients of a server send tasks of their own, and correct
-    them."""
+    """Digest of everything that a verdict depends on. The id is not enough: clients of a server send their
+    own tasks, and correct them."""
     script = task.verifier and replace(task.verifier, archive=_archive_digest(task.verifier.archive))
     files = task.files, task.hidden_files, task.solution_files
     return _digest(repr((files, task.hidden_test_paths, task.machine, script)))
@@ -320,4 +317,4 @@ def _digest(data: bytes | str) -> bytes:
 
 
 _archive_digest = lru_cache(256)(_digest)
-"""Of one that may have 64 MiB; a task is graded many times."""
+"""Cached: an archive may have 64 MiB, and a task is graded many times."""

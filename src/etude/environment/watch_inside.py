@@ -1,6 +1,6 @@
-"""Watches what hidden tests ask of a solution. Runs inside a sandbox, over the reference solution only.
+"""Records the calls of hidden tests to a solution. Runs inside a sandbox, on the reference solution only.
 
-Standard library only: its source enters with the test file that it watches.
+Standard library only: its source is copied into the sandbox with the test file that it watches.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from collections.abc import Callable
 from types import CodeType, FrameType
 
 CALLS, COMPARED = -1, -2
-"""Under which indices a test records digests of what it asked, and whether an error was its own."""
+"""Indices under which a test records digests of its calls, and whether an error was its own."""
 _MOST_CALLS = 2000
 _COMPARISONS = ("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__contains__")
-"""What they are given is what a test expects, and nothing that it asks."""
+"""Their arguments are expected values of a test, not inputs."""
 
 
 def watch(
     record: Callable[[int, object], None], hidden: frozenset[str]
 ) -> Callable[[dict[str, object]], None]:
-    """Begins to watch, and returns what is to be called with the test module's names once they are all there.
+    """Starts watching; returns a function to call with the test module's names when it is fully imported.
 
     `hidden`: paths of hidden files; every other file below the workspace belongs to the solution.
     """

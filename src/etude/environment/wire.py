@@ -1,4 +1,4 @@
-"""What environment server and client say to each other, as plain JSON values: exact in both directions."""
+"""Encodes messages between environment server and client as plain JSON values, and decodes them exactly."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from etude.serving.errors import plain
 from etude.serving.messages import Fields, check_fields, check_strings
 
 MAX_CALLS = 256
-"""Calls in one turn that a server takes."""
+"""Most calls in one turn that a server accepts."""
 MAX_PATTERNS = 256
 MAX_PATTERN_CHARACTERS = 256
 MAX_TEST_CHARACTERS = 1 << 18
-"""Of one file of hidden tests: Python reads its own source without letting others run."""
+"""Limit for one file of hidden tests: while Python parses it, the event loop is blocked."""
 _NONE = type(None)
 _CALL: Fields = {"name": (str,), "arguments": (dict, _NONE), "error": (str, _NONE)}
 _RESULT: Fields = {
@@ -38,7 +38,7 @@ OUTCOME = TypeAdapter(Outcome)
 
 
 def calls_of(raw: Sequence[object]) -> list[ToolCall]:
-    """Calls that `call_document` wrote, or a person. Raises UserError that names the culprit."""
+    """Decodes calls, written by `call_document` or by hand. Raises UserError that names the invalid field."""
     if len(raw) > MAX_CALLS:
         raise UserError("too many calls", field="calls", received=len(raw), fix=f"send {MAX_CALLS} at most")
     calls: list[ToolCall] = []
@@ -51,7 +51,7 @@ def calls_of(raw: Sequence[object]) -> list[ToolCall]:
 
 
 def known_of(raw: Mapping[str, object]) -> dict[int, ToolResult]:
-    """Results by position. Raises UserError."""
+    """Decodes results by position. Raises UserError."""
     try:
         return {int(place): result_of(check_fields(result, _RESULT)) for place, result in raw.items()}
     except (ValueError, TypeError, KeyError) as error:
@@ -63,7 +63,7 @@ def known_of(raw: Mapping[str, object]) -> dict[int, ToolResult]:
 def turn_document(
     number: int | None, calls: Sequence[ToolCall], known: Mapping[int, ToolResult]
 ) -> dict[str, Any]:
-    """What is sent to have a turn run."""
+    """The request to run a turn."""
     return {
         "turn": number,
         "calls": [call_document(call) for call in calls],
@@ -72,7 +72,7 @@ def turn_document(
 
 
 def task_document(task: Task) -> dict[str, Any]:
-    """A task whole, but for the directory that it was read from. Who grades needs the reference solution."""
+    """The whole task, without its directory. It includes the reference solution, which grading needs."""
     document = asdict(task)
     del document["directory"]
     for part in (document, *document["steps"]):
@@ -81,7 +81,7 @@ def task_document(task: Task) -> dict[str, Any]:
 
 
 def task_of(raw: object) -> Task:
-    """What `task_document` wrote. Raises UserError that names the culprit."""
+    """Inverse of `task_document`. Raises UserError that names the invalid field."""
     named = {name: value for name, value in check_fields(raw, _TASK).items() if value is not None}
     named.pop("directory", None)
     try:
@@ -106,7 +106,7 @@ def task_of(raw: object) -> Task:
 
 
 def _unpacked(text: Any) -> bytes | None:
-    """The bytes of an archive; None, which no field of one takes, for what is no Base64."""
+    """The bytes of an archive; for invalid Base64 None, which validation then refuses."""
     try:
         return base64.b64decode(text, validate=True)
     except ValueError:
@@ -114,7 +114,7 @@ def _unpacked(text: Any) -> bytes | None:
 
 
 def _recode(part: dict[str, Any], code: Callable[[Any], object]) -> None:
-    """Has the archives of a task's, a step's or a script's fields in another form, in place."""
+    """Converts the archives in the fields of a task, step or script, in place."""
     for record in (part, part.get("verifier"), part.get("solution")):
         for key in ("archive", "files"):
             if record and isinstance(record.get(key), str | bytes):
@@ -122,7 +122,7 @@ def _recode(part: dict[str, Any], code: Callable[[Any], object]) -> None:
 
 
 def _check_sizes(task: Task) -> None:
-    """Raises UserError for what would hold up the sessions of others when the task is graded."""
+    """Raises UserError for a task whose grading would block the sessions of others."""
     patterns = task.allowed_paths
     if len(patterns) > MAX_PATTERNS or any(len(pattern) > MAX_PATTERN_CHARACTERS for pattern in patterns):
         raise UserError(
@@ -142,7 +142,7 @@ def _check_sizes(task: Task) -> None:
 
 
 def outcome_document(outcome: Outcome) -> dict[str, Any]:
-    """What a session earned."""
+    """The document of a session's outcome, with its total reward."""
     return OUTCOME.dump_python(outcome, mode="json") | {"total": outcome.reward.total}
 
 

@@ -1,4 +1,4 @@
-"""Figures of tasks that only acting solves: do first edits follow what a test run said?"""
+"""Metrics of tasks that can only be solved by acting: do first edits depend on the output of a test run?"""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ MASKED_SAMPLES = 4
 
 @dataclass(frozen=True, slots=True)
 class ActingTasks:
-    """A kind of tasks that only acting solves: a run reports its figures by themselves."""
+    """A family of tasks that can only be solved by acting; a run reports its metrics separately."""
 
     name: str
     """In reports."""
     mask: Callable[[Task], Task] | None = None
-    """For the ablation: the same task, whose failing tests tell nothing. None: no ablation."""
+    """For the ablation: the same task with uninformative failing tests. None: no ablation."""
     ceiling: float = 1.0
     """The chance of a right first edit without a test run."""
 
@@ -41,7 +41,7 @@ async def evaluate_family(
     num_samples: int,
     on_end: OnEnd | None = None,
 ) -> dict[str, Any]:
-    """Every task once greedily and `num_samples` times at temperature 1. `on_end`: see `play_sessions`.
+    """Plays every task once greedily and `num_samples` times at temperature 1. `on_end`: see `play_sessions`.
 
     Keys: `num_tasks`; `greedy` and `sampled` (over all samples) as `summarize` gives them; `pass_at_<k>` for
     k = `num_samples`; `turns` per sampled session. Raises InfrastructureError if most sessions failed.
@@ -76,26 +76,27 @@ async def evaluate_masked(
     max_sessions: int,
     on_end: OnEnd | None = None,
 ) -> dict[str, Any]:
-    """Masked tasks at temperature 1: their failing tests tell nothing. `on_end`: see `play_sessions`.
+    """Plays masked tasks, whose failing tests are uninformative, at temperature 1. `on_end`: see
+    `play_sessions`.
 
-    Keys: `first_edit_ceiling`, as given; `masked_ablation`, the
-    share of right first edits here, which must not be above it but by luck; `masked_sessions`, their number.
+    Keys: `first_edit_ceiling`, as given; `masked_ablation`, the share of right first edits, which can exceed
+    the ceiling by chance only; `masked_sessions`, the number of sessions.
     """
     plays = plays_of(tasks, MASKED_SAMPLES)
     params = SamplingParams(temperature=1.0)
     played = await play_sessions(environment, sampler, plays, name, seed, params, max_sessions, on_end=on_end)
     check_infrastructure(played)
-    graded = [one for one in played if one.reward is not None]
+    graded = [session for session in played if session.reward is not None]
     return {
         "first_edit_ceiling": ceiling,
-        "masked_ablation": mean([bool(one.facts["first_edit_right"]) for one in graded]),
+        "masked_ablation": mean([bool(session.facts["first_edit_right"]) for session in graded]),
         "masked_sessions": len(graded),
     }
 
 
 def edits_after_run_share(trajectories: Sequence[Trajectory]) -> float:
-    """Of the sessions that changed a file: the share whose first change came after a turn with a test run."""
-    return mean([after for one in trajectories if (after := _first_edit_after_run(one)) is not None])
+    """The share of the sessions with an edit whose first edit came after a turn with a test run."""
+    return mean([after for t in trajectories if (after := _first_edit_after_run(t)) is not None])
 
 
 def _first_edit_after_run(trajectory: Trajectory) -> bool | None:

@@ -1,6 +1,6 @@
-"""Two models on the same tasks, compared task by task.
+"""Paired comparison of two models on the same tasks.
 
-Pairing takes the difficulty of the tasks out of the difference (Miller, arXiv 2411.00640, section 4.2); tasks
+Pairing removes the difficulty of the tasks from the difference (Miller, arXiv 2411.00640, section 4.2); tasks
 of one repository or family are drawn together. Below a few hundred clusters the normal approximation is too
 narrow (arXiv 2503.01747), so the p-value and a second interval come from exact distributions.
 """
@@ -22,17 +22,17 @@ from etude.evaluation.sessions import SessionRow
 from etude.evaluation.statistics import MEANS, mean, pass_rates, verdicts_by_task
 
 MAX_EXACT_CLUSTERS = 300
-"""With more clusters the normal approximation is good, and the exact one slow."""
+"""With more clusters the normal approximation is good, and the exact distribution slow."""
 _NUM_RESAMPLES = 10_000
 _MAX_DRAWS = 10_000_000
 _UNITS = 840
-"""Differences are counted in so many parts: exactly, for up to eight sessions a task on each side."""
+"""Differences are counted in units of 1 / 840: exact for up to eight sessions per task on each side."""
 
 Floats = NDArray[np.float64]
 
 
 def compare_results(first: EvaluationResult, second: EvaluationResult) -> dict[str, Any]:
-    """The second model against the first, for each mode (greedy, sampled) that both have.
+    """Compares the second model with the first, for each mode (greedy, sampled) that both have.
 
     Raises ConfigError where they share no mode or no task.
     """
@@ -50,7 +50,7 @@ def compare_results(first: EvaluationResult, second: EvaluationResult) -> dict[s
 
 
 def compare_rows(first: Sequence[SessionRow], second: Sequence[SessionRow]) -> dict[str, Any]:
-    """Figures of two models on the tasks that both have sessions of. Raises ConfigError without any.
+    """Compares two models on the tasks that both have sessions of. Raises ConfigError if there is none.
 
     Keys: `pass_rate`, `pass_rate_voided_failed` (voided sessions counted as failures), `pass_at` (k -> one,
     for the most samples that both have, if these are more than one), and the means of `MEANS`, each a mapping
@@ -82,9 +82,9 @@ def compare_rows(first: Sequence[SessionRow], second: Sequence[SessionRow]) -> d
 def bootstrap_interval(
     differences: Sequence[float], clusters: Sequence[str], level: float = LEVEL
 ) -> tuple[float, float] | None:
-    """Percentiles of the mean of `differences` when whole clusters are drawn anew.
+    """Bootstrap percentiles of the mean of `differences` when whole clusters are resampled.
 
-    10,000 times, fewer for very many clusters; the draws are the same each time. None for one cluster alone.
+    10,000 resamples, fewer for very many clusters; they are the same each time. None for a single cluster.
     """
     values = np.asarray(differences, dtype=np.float64)
     sums = cluster_sums(np.stack([values, np.ones_like(values)], axis=1), clusters)
@@ -110,8 +110,8 @@ def exact_difference(
 ) -> tuple[float, float]:
     """Bounds of the mean of `differences` (each in [-1, 1], one per task) that hold for any number of tasks.
 
-    The mean gain less the mean loss, each within its `clustered_interval` at half of the error: never too
-    narrow, and not of width 0 where no task differs.
+    The mean gain minus the mean loss, each within its `clustered_interval` at half of the error: never too
+    narrow, and not of width 0 if no task differs.
     """
     half = (1 + level) / 2
     gain = clustered_interval([max(value, 0.0) for value in differences], clusters, half)
@@ -120,9 +120,9 @@ def exact_difference(
 
 
 def exact_p_value(differences: Sequence[float], clusters: Sequence[str]) -> float:
-    """The chance of a mean so far from 0, or farther, if each cluster's sum had either sign alike.
+    """The probability of a mean at least so far from 0 if the signs of the clusters' sums were random.
 
-    Two-sided, and exact: over all signs. For one session a task and no clusters, it is McNemar's exact test.
+    A two-sided, exact sign-flip test. For one session per task and no clusters it is McNemar's exact test.
     """
     sums = cluster_sums(np.asarray(differences, dtype=np.float64), clusters)
     parts = np.rint(np.abs(sums) * _UNITS).astype(np.int64)
@@ -139,7 +139,7 @@ def exact_p_value(differences: Sequence[float], clusters: Sequence[str]) -> floa
 
 
 def normal_p_value(mean_difference: float, error: float) -> float:
-    """The same (two-sided) from the normal distribution, for many clusters."""
+    """The same (two-sided) by the normal approximation, for many clusters."""
     if error == 0.0:
         return 1.0 if mean_difference == 0.0 else 0.0
     return math.erfc(abs(mean_difference) / error / math.sqrt(2))
@@ -179,7 +179,7 @@ def _compare(
 
 
 def _means(rows: Sequence[SessionRow], name: str) -> dict[str, float]:
-    """The mean of a number over the graded sessions of each task."""
+    """Task -> mean of the field `name` over its graded sessions."""
     found: dict[str, list[float]] = {}
     for row in rows:
         if row.passed is not None:

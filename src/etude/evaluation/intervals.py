@@ -1,4 +1,4 @@
-"""Intervals that hold for few tasks, where the normal approximation is too narrow (arXiv 2503.01747).
+"""Confidence intervals for few tasks, where the normal approximation is too narrow (arXiv 2503.01747).
 
 Pure Python: the regularised incomplete beta function by its continued fraction (Numerical Recipes, 6.4) and
 its inverse by bisection. `tests/evaluation/test_intervals.py` holds the values that SciPy gives.
@@ -37,14 +37,14 @@ def clustered_interval(
     """An interval of the mean of `values` (each in [0, 1], one per task), for any number of tasks.
 
     Clopper and Pearson's with the effective number of tasks of Korn and Graubard (1998): tasks of one cluster
-    (`clusters`, one per task) count for less the more alike they are, and never for more than they are. It is
-    the exact interval where every task is its own cluster and was tried once. (0, 1) for one cluster alone.
+    (`clusters`, one per task) count for less the more correlated they are, never for more than their number.
+    It is exact if every task is its own cluster and was tried once. (0, 1) for a single cluster.
     """
     n, num_clusters = len(values), len(set(clusters))
     if num_clusters < 2:
         return 0.0, 1.0
     mean = math.fsum(values) / n
-    if mean <= 0.0 or mean >= 1.0:  # how alike they are cannot be seen: as if there were one task in each
+    if mean <= 0.0 or mean >= 1.0:  # the correlation is unknown: as if each cluster were one task
         return clopper_pearson(round(mean) * num_clusters, num_clusters, level)
     variance = standard_error(values, clusters) ** 2
     effective = mean * (1 - mean) / variance + 1 if variance > 0 else float(n)
@@ -56,8 +56,8 @@ def clustered_interval(
 
 
 def standard_error(values: Sequence[float], clusters: Sequence[str]) -> float:
-    """The standard error of the mean of `values` whose errors go together within a cluster (arXiv 2411.00640,
-    section 2.2, with the factor G / (G - 1) for G clusters); infinite for one cluster alone."""
+    """The standard error of the mean of `values` whose errors are correlated within a cluster (arXiv
+    2411.00640, section 2.2, with the factor G / (G - 1) for G clusters); infinite for a single cluster."""
     array = np.asarray(values, dtype=np.float64)
     totals = cluster_sums(array - float(array.mean()), clusters)
     num_clusters = len(totals)
@@ -109,20 +109,20 @@ def _bisect(rises: Callable[[float], float], wanted: float) -> float:
 
 def _beta_fraction(x: float, a: float, b: float) -> float:
     """The continued fraction of the incomplete beta function, by Lentz's method."""
-    c, d = 1.0, 1 / _apart_from_zero(1 - (a + b) * x / (a + 1))
+    c, d = 1.0, 1 / _away_from_zero(1 - (a + b) * x / (a + 1))
     value = d
     for m in range(1, _MAX_TERMS):
         for term in (
             m * (b - m) * x / ((a + 2 * m - 1) * (a + 2 * m)),
             -(a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1)),
         ):
-            d = 1 / _apart_from_zero(1 + term * d)
-            c = _apart_from_zero(1 + term / c)
+            d = 1 / _away_from_zero(1 + term * d)
+            c = _away_from_zero(1 + term / c)
             value *= d * c
         if abs(d * c - 1) < 1e-15:
             break
     return value
 
 
-def _apart_from_zero(value: float) -> float:
+def _away_from_zero(value: float) -> float:
     return value if abs(value) > _TINY else _TINY

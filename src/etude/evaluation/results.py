@@ -1,4 +1,4 @@
-"""The result of an evaluation: figures for people and programs, and the sessions from which they come.
+"""The result of an evaluation: figures for people and programs, and the sessions that they summarise.
 
 OUT/plan.json       what is evaluated: another evaluation may not use the directory
 OUT/trajectories/   the sessions, stored as they end
@@ -24,7 +24,7 @@ PLAN, RESULT, TABLE, TRAJECTORIES = "plan.json", "result.json", "result.md", "tr
 
 @dataclass(frozen=True, slots=True)
 class ModeResult:
-    """A model at one temperature."""
+    """The results of a model at one temperature."""
 
     temperature: float | None
     """None: the endpoint's own."""
@@ -35,10 +35,10 @@ class ModeResult:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationResult:
-    """A model on a suite."""
+    """The results of a model on a suite."""
 
     target: Mapping[str, Any]
-    """What was evaluated: `label`, for people, and what else names it."""
+    """The evaluated model: `label`, for people, and the other keys that identify it."""
     suite: str
     seed: int
     modes: Mapping[str, ModeResult]
@@ -47,7 +47,7 @@ class EvaluationResult:
     """See `summarize_behaviour`; of the last mode."""
 
     def to_json(self) -> dict[str, Any]:
-        """The figures; `sessions_to_json` has the rest."""
+        """The figures; `sessions_to_json` returns the sessions."""
         figures = {
             name: {"temperature": mode.temperature, **mode.figures} for name, mode in self.modes.items()
         }
@@ -114,7 +114,7 @@ _NUMBERS = {
 
 
 def result_rows(result: Mapping[str, Any]) -> list[list[str]]:
-    """A table of what `EvaluationResult.to_json` gives: a row of headings, then one for each figure."""
+    """A table of the figures in `EvaluationResult.to_json`: a row of headings, then one for each figure."""
     modes = [result[name] for name in ("greedy", "sampled") if name in result]
     rows = [["", *(_temperature(mode["temperature"]) for mode in modes)]]
 
@@ -142,7 +142,7 @@ def result_rows(result: Mapping[str, Any]) -> list[list[str]]:
 
 
 def comparison_rows(compared: Mapping[str, Any], mode: str) -> list[list[str]]:
-    """A table of one mode of what `compare_results` gives: headings, then a row for each figure."""
+    """A table of one mode of the result of `compare_results`: headings, then a row for each figure."""
     figures = compared[mode]
     rows = [["", compared["first"], compared["second"], "difference", "95 %"]]
     rate, strict = figures["pass_rate"], figures["pass_rate_voided_failed"]
@@ -164,8 +164,8 @@ def comparison_rows(compared: Mapping[str, Any], mode: str) -> list[list[str]]:
 
 
 def conclusion(pass_rate: Mapping[str, Any]) -> str:
-    """One sentence on the comparison of pass rates: a tie is called one. A difference is shown where both the
-    exact test and the interval of the bootstrap show it."""
+    """One sentence on the comparison of pass rates. A difference counts as shown only if both the exact test
+    and the bootstrap interval show it."""
     p, num_clusters, interval = pass_rate["p_value"], pass_rate["clusters"], pass_rate["ci95"]
     if 2 / 2**num_clusters >= _SIGNIFICANCE:  # even if all agreed
         verdict = "undecided: so few clusters cannot show a difference"
@@ -179,14 +179,14 @@ def conclusion(pass_rate: Mapping[str, Any]) -> str:
 
 
 def markdown_table(rows: Sequence[Sequence[str]]) -> str:
-    """A table in Markdown; its first column is on the left."""
+    """A table in Markdown; its first column is left-aligned."""
     lines = [[cell.replace("|", "\\|").strip() for cell in row] for row in rows]
     marks = ["---", *("---:" for _ in lines[0][1:])]
     return "".join(f"| {' | '.join(line)} |\n" for line in (lines[0], marks, *lines[1:]))
 
 
 def text_table(rows: Sequence[Sequence[str]]) -> str:
-    """The same in columns, as wide as they need to be."""
+    """The same as plain text in aligned columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
         "  ".join(

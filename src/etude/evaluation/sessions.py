@@ -1,8 +1,8 @@
-"""Sessions of an evaluation: played side by side, stored as they end, and what each came to.
+"""Sessions of an evaluation: played concurrently, stored as they end, and summarised in one row each.
 
 plays ──> [ runner ] ──> trajectory log ──> rows ──> figures
              ^                │
-             └── only those ──┘  that are not stored yet: a killed evaluation goes on where it was
+             └── only those ──┘  that are not stored yet: a killed evaluation resumes where it was
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _CLUSTER_KEYS = ("repository", "family")
 
 @dataclass(frozen=True, slots=True)
 class Play:
-    """One session to be played: the task with its place in the suite, and which of its samples."""
+    """One session to be played: the task, its index in the suite, and the index of the sample."""
 
     number: int
     task: Task
@@ -35,7 +35,7 @@ class Play:
 
 
 def plays_of(tasks: Sequence[Task], num_samples: int = 1) -> list[Play]:
-    """So many sessions of each task, the first of all tasks first."""
+    """`num_samples` sessions of each task, ordered by sample, then by task."""
     return [Play(number, task, sample) for sample in range(num_samples) for number, task in enumerate(tasks)]
 
 
@@ -50,12 +50,12 @@ async def play_sessions(
     log: TrajectoryLog | None = None,
     on_end: OnEnd | None = None,
 ) -> list[Trajectory]:
-    """The sessions of `plays`, in their order, at most `max_sessions` at once.
+    """Plays the sessions of `plays`, at most `max_sessions` at once, and returns them in that order.
 
-    With a `log` each session is stored when it ends, and those that are stored already under the same `name`
-    are not played again; what the infrastructure failed is not stored, so that asking again tries it again.
-    `on_end` is called for each, those that were stored first. The noise of a session depends on `seed`, its
-    task's place and its sample alone. Raises what the runner raises, and StoreError for a damaged log.
+    With a `log` each session is stored when it ends, and sessions already stored under the same `name` are
+    not played again; sessions that the infrastructure failed are not stored, so that the next call retries
+    them. `on_end` is called for each, stored ones included. The noise of a session depends on `seed`, its
+    task's index and its sample alone. Raises what the runner raises, and StoreError for a damaged log.
     """
     known = {} if log is None else _stored(log, name)
     free = asyncio.Semaphore(max_sessions)
@@ -72,7 +72,7 @@ async def play_sessions(
             on_end(known[identity])
         return known[identity]
 
-    return await run_together(play(one) for one in plays)
+    return await run_together(play(planned) for planned in plays)
 
 
 def _stored(log: TrajectoryLog, name: str) -> dict[TrajectoryId, Trajectory]:
@@ -81,7 +81,7 @@ def _stored(log: TrajectoryLog, name: str) -> dict[TrajectoryId, Trajectory]:
 
 @dataclass(frozen=True, slots=True)
 class SessionRow:
-    """What one session came to: all that figures and comparisons need."""
+    """The outcome of one session: all that figures and comparisons need."""
 
     task: str
     cluster: str
@@ -92,9 +92,9 @@ class SessionRow:
     """None: voided, because the infrastructure failed."""
     reward: float | None
     tokens: float
-    """Sampled; behind an endpoint estimated from bytes."""
+    """Sampled; for an external endpoint estimated from bytes."""
     input_tokens: float
-    """Read by the model: for each message all that came before it, as if nothing were cached."""
+    """Read by the model: for each message all tokens before it, as if nothing were cached."""
     turns: int
     calls: int
     parallel_turns: int
@@ -105,7 +105,7 @@ class SessionRow:
 
     @classmethod
     def of(cls, task: Task, trajectory: Trajectory, units_per_token: float = 1.0) -> SessionRow:
-        """`units_per_token`: of the trajectory's own tokens; behind an endpoint these are bytes."""
+        """`units_per_token`: entries of the trajectory per token; for an external endpoint they are bytes."""
         facts, voided = trajectory.facts, trajectory.reward is None
         return cls(
             task=task.id,
@@ -130,7 +130,7 @@ class SessionRow:
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> SessionRow:
-        """What `to_json` gave. Raises StoreError."""
+        """Inverse of `to_json`. Raises StoreError."""
         try:
             return cls(**document)
         except TypeError as error:

@@ -1,4 +1,4 @@
-"""Figures of one model on one suite (pass rates by arXiv 2107.03374 and 2411.00640)."""
+"""Statistics of one model on one suite (pass rates by arXiv 2107.03374 and 2411.00640)."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from etude.records import Task, Trajectory
 
 @dataclass(frozen=True, slots=True)
 class Prices:
-    """What a model's tokens cost, in money per million."""
+    """Prices of a model's tokens, in money per million tokens."""
 
     input_tokens: float = 0.0
     tokens: float = 0.0
 
     def of(self, row: SessionRow) -> float:
-        """The price of a session, as if nothing that is read were cached."""
+        """The price of a session, as if no input were cached."""
         return (self.input_tokens * row.input_tokens + self.tokens * row.tokens) / 1e6
 
 
 def pass_at_k(n: int, num_passed: int, k: int) -> float:
     """The unbiased estimate, from `n` sessions of a task, of the chance that one of `k` passes.
 
-    It is the share of all choices of `k` among them that hold one which passed (arXiv 2107.03374). Raises
+    It is the share of all subsets of `k` of them that contain one that passed (arXiv 2107.03374). Raises
     ValueError for k > n.
     """
     if not 1 <= k <= n:
@@ -38,8 +38,8 @@ def pass_at_k(n: int, num_passed: int, k: int) -> float:
 
 
 def verdicts_by_task(rows: Sequence[SessionRow], voided_failed: bool = False) -> dict[str, list[bool]]:
-    """The verdicts of each task. Voided sessions are left out, with the tasks that have no others; or, with
-    `voided_failed`, counted as failures."""
+    """Task -> verdicts of its sessions. Voided sessions are left out, with tasks that have no others; with
+    `voided_failed` they count as failures."""
     found: dict[str, list[bool]] = {}
     for row in rows:
         if row.passed is not None or voided_failed:
@@ -48,15 +48,15 @@ def verdicts_by_task(rows: Sequence[SessionRow], voided_failed: bool = False) ->
 
 
 def pass_rates(verdicts: Mapping[str, Sequence[bool]], k: int = 1) -> dict[str, float]:
-    """pass@k of each task that has so many sessions."""
+    """pass@k of each task that has at least `k` sessions."""
     return {task: pass_at_k(len(v), sum(v), k) for task, v in verdicts.items() if len(v) >= k}
 
 
 def session_figures(rows: Sequence[SessionRow], prices: Prices | None = None) -> dict[str, Any]:
-    """What the sessions of one model at one temperature come to.
+    """Statistics of the sessions of one model at one temperature.
 
-    Keys: `tasks`, `sessions`, `voided` (sessions that the infrastructure failed, every time that they were
-    begun) and `voided_by_cause` (their share by the class of the error); `pass_rate` (pass@1, the
+    Keys: `tasks`, `sessions`, `voided` (sessions of which the infrastructure failed every attempt) and
+    `voided_by_cause` (their share by the class of the error); `pass_rate` (pass@1, the
     mean over tasks) with `ci95` (see `clustered_interval`), and `pass_rate_voided_failed`, the same with
     voided sessions as failures; `pass_at`: k -> pass@k for powers of two and the most samples (None where
     too many were voided); means per session of `reward`, `tokens`, `input_tokens`, `turns`, `calls`,
@@ -94,15 +94,15 @@ def session_figures(rows: Sequence[SessionRow], prices: Prices | None = None) ->
 
 
 MEANS = ("reward", "tokens", "input_tokens", "turns", "calls", "malformed", "seconds")
-"""Numbers of a row whose means per session are reported."""
+"""Fields of a row whose means per session are reported."""
 
 
 def summarize(tasks: Sequence[Task], trajectories: Sequence[Trajectory]) -> dict[str, Any]:
-    """Pass rate with its interval, by level and by bug kind; one trajectory per task, in their order.
+    """Pass rate with its interval, by level and by bug kind; `trajectories[i]` is of `tasks[i]`.
 
-    A task may come several times. The interval is that of `session_figures`. Sessions that the infrastructure
-    failed, every time that they were begun, count in `infrastructure_failures`, in `voided_by_cause` (their
-    share by the class of the error) and, as failures, in `pass_rate_voided_failed`.
+    A task may occur several times. The interval is that of `session_figures`. Sessions of which the
+    infrastructure failed every attempt count in `infrastructure_failures`, in `voided_by_cause` (their share
+    by the class of the error) and, as failures, in `pass_rate_voided_failed`.
     """
     graded = [(task, t) for task, t in zip(tasks, trajectories, strict=True) if t.reward is not None]
     verdicts = [(task, bool(trajectory.facts["passed"])) for task, trajectory in graded]
@@ -124,12 +124,12 @@ def summarize(tasks: Sequence[Task], trajectories: Sequence[Trajectory]) -> dict
 
 
 def mean(values: Sequence[float]) -> float:
-    """0 where there is nothing."""
+    """The mean; 0 without values."""
     return math.fsum(values) / len(values) if values else 0.0
 
 
 def _interval(rates: Mapping[str, float], clusters: Mapping[str, str]) -> list[float]:
-    """Of the mean over tasks, of which those of one repository or family succeed or fail together."""
+    """Interval of the mean over tasks, with those of one repository or family as a cluster."""
     return list(clustered_interval(list(rates.values()), [clusters[task] for task in rates]))
 
 

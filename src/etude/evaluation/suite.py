@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """One policy on one set of tasks."""
+    """The results of one policy on one set of tasks."""
 
     greedy: dict[str, Any]
-    """As `summarize` gives it."""
+    """As `summarize` returns it."""
     sampled: dict[str, Any]
     """At temperature 1."""
     behaviour: dict[str, float]
-    """Of the sampled sessions, per episode."""
+    """Metrics of the sampled sessions, per episode."""
     trajectories: tuple[Trajectory, ...]
     """The first sampled session of each task, in the order of the tasks."""
     pass_at_k: dict[str, float] = field(default_factory=dict[str, float])
@@ -49,10 +49,10 @@ async def evaluate_policy(
     num_repeated: int = 0,
     on_end: OnEnd | None = None,
 ) -> Evaluation:
-    """Runs every task once greedily and once at temperature 1, and the first `num_repeated` tasks so often
-    that they have `num_samples` sessions at temperature 1. `on_end`: see `play_sessions`.
+    """Runs every task once greedily and once at temperature 1; the first `num_repeated` tasks have
+    `num_samples` sessions at temperature 1. `on_end`: see `play_sessions`.
 
-    Raises InfrastructureError if most failed.
+    Raises InfrastructureError if most sessions failed.
     """
     again = plays_of(tasks[:num_repeated], num_samples)[len(tasks[:num_repeated]) :]
     plays: dict[str, list[Play]] = {"greedy": plays_of(tasks), "sampled": [*plays_of(tasks), *again]}
@@ -74,7 +74,7 @@ async def evaluate_policy(
 
 
 def _pass_at(k: int, plays: Sequence[Play], trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Of the tasks with so many graded sessions: one that the infrastructure failed leaves its task out."""
+    """pass@k over the tasks with `k` graded sessions; empty if there is none."""
     rows = [SessionRow.of(play.task, one) for play, one in zip(plays, trajectories, strict=True)]
     rates = pass_rates(verdicts_by_task(rows), k)
     return {f"pass_at_{k}": mean(list(rates.values()))} if rates else {}
@@ -97,7 +97,7 @@ def tasks_digest(tasks: Sequence[Task]) -> str:
 
 
 def _task_digest(task: Task) -> str:
-    """Digest of all that a task holds; 32 hexadecimal digits."""
+    """Digest of a task's contents; 32 hexadecimal digits."""
     fields = {
         "id": task.id,
         "instruction": task.instruction,

@@ -306,10 +306,10 @@ class EngineService:
             self._tickets.pop_due()
             self._admit(ticket)
             if self._pace is not None and ticket.request is None:
-                self._pace.ended(ticket.session_id)
+                self._pace.on_session_ended(ticket.session_id)
                 some_ended = True
         if some_ended and self._pace is not None:
-            await self._pace.turn()
+            await self._pace.before_next_step()
 
     def _admit(self, ticket: Ticket) -> None:
         if ticket.request is None or ticket.reply is None:
@@ -380,4 +380,4 @@ class EngineService:
         self._scorer.stop(error)
         self._idle.set()
         if self._pace is not None:
-            self._pace.stopped()
+            self._pace.on_schedule_ended()

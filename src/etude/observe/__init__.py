@@ -1,4 +1,4 @@
-"""What a run tells people and leaves behind: its directory, metrics, progress, machine and behaviour.
+"""The output of a run: its directory, metrics, progress, machine description and behaviour statistics.
 
 The report is in `etude.observe.report`, which alone needs matplotlib.
 """

@@ -1,4 +1,4 @@
-"""How the agent works, not only whether it succeeds: means over trajectories' facts."""
+"""Statistics of how the agent works, not only whether it succeeds: means over trajectories' facts."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def summarize_behaviour(trajectories: Iterable[Trajectory]) -> dict[str, float]:
       `questions` (put to the user), `open_todos` and `sampled_tokens`: per episode;
     - `calls_per_turn`, `edits_per_turn` and `parallel_share` (of the turns); absent without any turn;
     - `terminal_share`: share of the calls that ran a command; absent without any call;
-    - `comment_share`: share of the characters that edits wrote which stand in lines of comment; absent where
-      nothing was written;
+    - `comment_share`: share of comment lines in the characters that edits wrote; absent where nothing was
+      written;
     - `finish_share`: share of the episodes that the agent ended itself;
     - `first_edit_right`: share of the episodes whose first edit was already the fix;
     - `reads_before_edits`: share of all edits whose file had been read before; absent without any edit.

@@ -1,12 +1,12 @@
-"""Alarms where the agent begins to work in another way than it did.
+"""Alarms when the agent's behaviour drifts from its recent baseline.
 
     rl rows --> MonitoredSink --> DriftMonitor --> `alarm` rows, and a line for people
                      |
-                     +--> the sink itself, unchanged
+                     +--> the underlying sink, unchanged
 
-A reward can rise while the agent learns to skip reading, to spell out comments or to leave its to-dos open:
-the figures of `summarize_behaviour` show it, and nobody reads forty curves at night. A pass rate can rise
-while failing sessions are voided: the figures of `summarize_voided` show that.
+A reward can rise while the agent learns to skip reading, to write out comments or to leave its to-dos open:
+the figures of `summarize_behaviour` show it, and nobody watches forty curves at night. A pass rate can rise
+because failing sessions are voided: the figures of `summarize_voided` show that.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Literal
 from etude.config import MonitorConfig
 from etude.observe.metrics import MetricRow, MetricSink
 from etude.observe.observer import Observer
-from etude.observe.voided import unlike_shares
+from etude.observe.voided import compare_voided_shares
 
 WATCHED_KIND = "rl"
 ALARM_KIND = "alarm"
@@ -40,16 +40,16 @@ WATCHED: Mapping[str, Direction] = {
     "finish_share": "down",
     "sampled_tokens": "up",
 }
-"""Figures of `summarize_behaviour`, and which way they should not go."""
+"""Figures of `summarize_behaviour`, and the direction of change that raises an alarm."""
 
 _ROUNDING = 1e-12
 _LEAST_MEAN = 0.02
-"""Baselines below it count as this: a share that goes from 0 to something has changed by no finite factor."""
+"""Lower bound of baselines in relative changes: a share that rises from 0 changes by no finite factor."""
 
 
 @dataclass(frozen=True, slots=True)
 class Alarm:
-    """One figure that has left where it was."""
+    """One figure that has drifted from its baseline or left its bounds."""
 
     name: str
     step: int
@@ -64,15 +64,15 @@ class Alarm:
 
 
 class DriftMonitor:
-    """Keeps the figures of the last steps. An alarm is raised once, and again only after it has passed."""
+    """Compares recent steps with those before. An alarm is raised once, until it has cleared."""
 
     def __init__(self, config: MonitorConfig) -> None:
         self._config = config
         self._history: dict[int, Mapping[str, float]] = {}
-        self._ringing: set[str] = set()
+        self._active: set[str] = set()
 
     def observe(self, step: int, values: Mapping[str, float | str]) -> list[Alarm]:
-        """Takes the figures of one step. A step that comes again replaces itself and what came after."""
+        """Adds the figures of one step, in place of this and later ones if repeated; returns new alarms."""
         for later in [known for known in self._history if known >= step]:
             del self._history[later]
         self._history[step] = {name: value for name in values if (value := _number(values[name])) is not None}
@@ -81,13 +81,13 @@ class DriftMonitor:
             del self._history[known]
         found = [alarm for name in self._names() if (alarm := self._judge(name, step)) is not None]
         found += self._judge_voided(step)
-        fresh = [alarm for alarm in found if alarm.name not in self._ringing]
-        self._ringing = {alarm.name for alarm in found}
+        fresh = [alarm for alarm in found if alarm.name not in self._active]
+        self._active = {alarm.name for alarm in found}
         return fresh
 
     def _judge_voided(self, step: int) -> list[Alarm]:
-        """Whether sessions whose tests fail are voided more often than the others, over all steps kept."""
-        shares = unlike_shares(self._history.values())
+        """An alarm if sessions whose tests fail are voided more often than others, over all kept steps."""
+        shares = compare_voided_shares(self._history.values())
         if shares is None:
             return []
         reason = f"of sessions whose visible tests fail; where they pass it is {shares[1]:.3g}"
@@ -126,7 +126,7 @@ class DriftMonitor:
 
 
 class MonitoredSink:
-    """A sink that looks at what it is given: RL rows whose figures drift are followed by alarm rows."""
+    """A metric sink that monitors RL rows and writes alarm rows after those whose figures drift."""
 
     def __init__(
         self,
@@ -135,7 +135,7 @@ class MonitoredSink:
         observer: Observer,
         history: Iterable[MetricRow] = (),
     ) -> None:
-        """`history`: rows of earlier sittings of the run; they raise nothing now."""
+        """`history`: rows from before the run was resumed; they raise no alarms now."""
         self._sink = sink
         self._monitor = DriftMonitor(config) if config.enabled else None
         self._observer = observer
@@ -144,7 +144,7 @@ class MonitoredSink:
                 self._monitor.observe(int(row["step"]), row)
 
     def write(self, kind: str, step: int, values: Mapping[str, float | str]) -> None:
-        """Writes the row, and after an RL step whatever alarms it raises."""
+        """Writes the row, and after an RL row the alarms that it raises."""
         self._sink.write(kind, step, values)
         if kind != WATCHED_KIND or self._monitor is None:
             return

@@ -1,4 +1,4 @@
-"""What a run ran on: enough to judge its figures, nothing that names a host, a person or a path."""
+"""Describes the machine of a run: enough to judge its figures, without names of hosts, people or paths."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where figures go: one row per step and kind, in order, into one or more sinks."""
+"""Metric sinks: one row per step and kind, in order."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ MetricRow = dict[str, Any]
 """One row: `kind`, `step`, `wall_s` and the values; text is a label (`split`, `mode`, `name`), NaN or inf."""
 
 LABELS = ("split", "mode", "name")
-"""Values that, with kind and step, name a row."""
+"""Values that identify a row, together with its kind and step."""
 
 
 class MetricSink(Protocol):
-    """Takes rows of figures."""
+    """Receives rows of metrics."""
 
     def write(self, kind: str, step: int, values: Mapping[str, float | str]) -> None:
-        """Keeps one row. `kind` is the stage (`midtrain`, `rl`, `evaluation`), `step` its step."""
+        """Writes one row. `kind` is the stage (`midtrain`, `rl`, `evaluation`), `step` its step."""
         ...
 
     def close(self) -> None:
-        """Flushes and lets go. Idempotent."""
+        """Flushes and releases its resources. Idempotent."""
         ...
 
 
@@ -44,17 +44,17 @@ class MemorySink:
         self.rows.append({"kind": kind, "step": step, **_plain(values)})
 
     def close(self) -> None:
-        """Nothing to let go of."""
+        """Does nothing."""
 
 
 class JsonlSink:
-    """Appends one JSON line per row and flushes it, so that a killed run loses no row but a half one.
+    """Appends one JSON line per row and flushes it, so that a killed run loses at most a half-written row.
 
     `wall_s` is added: seconds since the run's first start. A reopened file continues from its last
     whole line, and a half-written last line is cut off. A value named `wall_s` is kept as given.
 
-    On a full disk rows wait in memory, a few kilobytes of them, and those beyond are lost, with a warning: a
-    run does not end for the want of them.
+    On a full disk a few kilobytes of rows wait in memory, and further ones are lost, with a warning: missing
+    metrics do not end a run.
     """
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
@@ -63,7 +63,7 @@ class JsonlSink:
         self._begun = clock() - self._recover()
 
     def write(self, kind: str, step: int, values: Mapping[str, float | str]) -> None:
-        """Appends the row and hands it to the operating system."""
+        """Appends the row and flushes it to the operating system."""
         wall_s = round(self._clock() - self._begun, 3)
         row = {"kind": kind, "step": step, "wall_s": wall_s, **_plain(values)}
         with warn_if_full("a row of metrics is"):
@@ -85,7 +85,7 @@ class JsonlSink:
         self.close()
 
     def _recover(self) -> float:
-        """Cuts a half line off the end; returns the wall time that the rows so far have reached."""
+        """Cuts a half-written line off the end; returns the latest wall time of the rows."""
         self._file.seek(0)
         data = self._file.read()
         whole = data[: data.rfind(b"\n") + 1]
@@ -96,10 +96,10 @@ class JsonlSink:
 
 
 def read_metrics(path: Path) -> list[MetricRow]:
-    """All whole rows of a `metrics.jsonl`, in order; none where the file does not exist yet.
+    """All complete rows of a `metrics.jsonl`, in order; none if the file does not exist yet.
 
-    A resumed run writes the steps since its checkpoint again: of rows with the same kind, step and
-    labels the last one counts.
+    A resumed run repeats the steps since its checkpoint: of rows with the same kind, step and labels only the
+    last one is returned.
     """
     if not path.exists():
         return []
@@ -131,7 +131,7 @@ def _rows(data: bytes) -> list[MetricRow]:
 
 
 def _plain(values: Mapping[str, float | str]) -> dict[str, float | str]:
-    """Values as JSON can hold them: numbers of any library become floats, NaN and infinities text."""
+    """Values that JSON can represent: numbers of any library become floats, NaN and infinities text."""
     plain: dict[str, float | str] = {}
     for name, value in values.items():
         if isinstance(value, str | int):

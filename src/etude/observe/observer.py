@@ -1,4 +1,4 @@
-"""How the loop tells people what happens, without knowing who listens."""
+"""Observers: the interface through which a run reports its progress to people."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Protocol
 
 
 class Observer(Protocol):
-    """Listens to a run. Calls come from one thread; stages do not nest."""
+    """Receives progress reports of a run. Calls come from one thread; stages do not nest."""
 
     def expect_stages(self, stages: Sequence[tuple[str, float]]) -> None:
-        """The stages of the whole run, in their order, and the seconds that each is thought to take."""
+        """The stages of the whole run, in order, each with the seconds that it is expected to take."""
         ...
 
     def stage_begins(self, name: str, total_steps: int, unit: str = "step") -> None:
-        """A stage of `total_steps` steps begins; 0 where nobody knows how many. `unit`: what a step is."""
+        """A stage of `total_steps` steps begins; 0: unknown. `unit`: name of a step."""
         ...
 
     def stage_advances(self, step: int, values: Mapping[str, float]) -> None:
@@ -27,7 +27,7 @@ class Observer(Protocol):
         ...
 
     def say(self, text: str) -> None:
-        """One line for people."""
+        """Shows one line of text to people."""
         ...
 
 
@@ -35,7 +35,7 @@ class Observer(Protocol):
 def show_stage(
     observer: Observer, name: str, total_steps: int, unit: str = "step"
 ) -> Iterator[Callable[[int], None]]:
-    """A stage that lasts as long as its block, and yields what is called with the number of steps done."""
+    """A stage that lasts as long as the `with` block; yields a function that reports the steps done."""
     observer.stage_begins(name, total_steps, unit)
     try:
         yield lambda num_done: observer.stage_advances(num_done, {})
@@ -44,7 +44,7 @@ def show_stage(
 
 
 class SilentObserver:
-    """Hears everything and says nothing."""
+    """Implements Observer without any output."""
 
     def expect_stages(self, stages: Sequence[tuple[str, float]]) -> None:
         """Ignored."""
@@ -63,7 +63,7 @@ class SilentObserver:
 
 
 class RecordingObserver:
-    """Keeps everything it hears: the fake for tests of code that reports."""
+    """Implements Observer by recording all reports, for tests."""
 
     def __init__(self) -> None:
         self.stages: list[tuple[str, int]] = []

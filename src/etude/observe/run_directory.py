@@ -1,4 +1,4 @@
-"""The directory of one run: its configuration, what it did and found, in files that people can read."""
+"""The directory of one run: its configuration, log and results, in files that people can read."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ MIN_FREE_MEMORY_BYTES = 2 << 30
 
 
 class RunDirectory:
-    """Names the parts of a run directory; creates one whole or not at all.
+    """Paths and files of a run directory; a new one appears complete or not at all.
 
-    Any number of processes may read a run; one at a time writes it, holding `lock()`.
+    Any number of processes may read a run; only the one that holds `lock()` writes it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -33,10 +33,10 @@ class RunDirectory:
 
     @classmethod
     def create(cls, config: RunConfig) -> RunDirectory:
-        """Makes `<runs_directory>/<name>` with its configuration and environment.
+        """Creates `<runs_directory>/<name>` with its configuration and environment.
 
-        Raises RunDirectoryError where it exists or cannot be made, ResourceError where disk or memory
-        would not last.
+        Raises RunDirectoryError if it exists or cannot be created, ResourceError if disk or memory would not
+        suffice.
         """
         parent, path = Path(config.runs_directory), Path(config.runs_directory) / config.name
         if path.exists():
@@ -53,7 +53,7 @@ class RunDirectory:
 
     @classmethod
     def open(cls, path: Path) -> RunDirectory:
-        """An existing run. Raises RunDirectoryError where `path` is none."""
+        """Opens an existing run. Raises RunDirectoryError if `path` is none."""
         run = cls(path)
         if not path.is_dir():
             raise RunDirectoryError(
@@ -129,11 +129,11 @@ class RunDirectory:
         return load_config(self.config_file)
 
     def drop_keys(self, keys: Sequence[str]) -> None:
-        """Leaves keys out of the stored configuration that this version does not know, with a row of metrics
-        for each; the file that was is kept as `config-before.toml`.
+        """Removes keys that this version does not know from the stored configuration, with a row of metrics
+        for each; the previous file is kept as `config-before.toml`.
 
-        Raises ConfigError for a key that is known, and where others remain that are not, RunDirectoryError
-        where another process writes the run.
+        Raises ConfigError for a known key and if other unknown keys remain, RunDirectoryError if another
+        process writes the run.
         """
         tree = read_toml(self.config_file)
         dropped = {key: value for key in keys if (value := drop_key(tree, key)) is not None}
@@ -148,14 +148,12 @@ class RunDirectory:
                     metrics.write("dropped_key", 0, {"name": key, "value": repr(value)})
 
     def replace_config(self, config: RunConfig) -> None:
-        """Stores another configuration in place of the one that the run was made with. Of who holds
-        `lock()`."""
+        """Replaces the stored configuration. The caller holds `lock()`."""
         write_text(self.config_file, dump_config(config))
 
     @contextlib.contextmanager
-    def forgotten_if_refused(self) -> Iterator[None]:
-        """Within it a new run is begun: one that is refused before anything has come of it leaves no
-        directory."""
+    def removed_if_refused(self) -> Iterator[None]:
+        """Context in which a new run is started: removes the directory if that fails before any output."""
         try:
             yield
         except EtudeError:
@@ -165,7 +163,7 @@ class RunDirectory:
 
     @property
     def _is_untouched(self) -> bool:
-        """Whether it holds nothing but what it was made with."""
+        """Whether it contains only the files of a new run."""
         made = {self.config_file, self.environment_file, self.lock_file, self.metrics_file}
         files = {path for path in self.path.rglob("*") if not path.is_dir()}
         return files <= made and not (self.metrics_file.exists() and self.metrics_file.stat().st_size)
@@ -177,7 +175,7 @@ class RunDirectory:
 
     @property
     def origin(self) -> dict[str, Any]:
-        """What a report says of where the run was made: machine, versions, commit."""
+        """The part of the environment that reports include: machine, versions, commit."""
         environment = self.environment
         return {
             "machine": environment.get("machine", {}),
@@ -186,19 +184,18 @@ class RunDirectory:
         }
 
     def update_environment(self, values: Mapping[str, Any]) -> None:
-        """Adds to the stored environment what is only known later, such as the probed thread count."""
+        """Adds values to the stored environment, known only later, such as the probed thread count."""
         write_json(self.environment_file, {**self.environment, **values})
 
-    def keep_report(self, report: Mapping[str, Any]) -> None:
-        """Replaces the report by one of the run as it stands. A full disk costs that, with a warning, and not
-        the run: the next report holds all of it."""
+    def write_report(self, report: Mapping[str, Any]) -> None:
+        """Replaces the report. A full disk causes a warning only: the next report is complete."""
         with warn_if_full("the report is"):
             write_json(self.report_file, dict(report))
 
     def read_json(self, path: Path) -> Any:
-        """Content of one of the run's JSON files; None where it does not exist (yet).
+        """Content of one of the run's JSON files; None if it does not exist (yet).
 
-        Raises RunDirectoryError where it is damaged.
+        Raises RunDirectoryError if it is damaged.
         """
         try:
             return json.loads(path.read_text(encoding="utf-8"))
@@ -214,9 +211,9 @@ class RunDirectory:
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
-        """Holds the run for writing. The lock ends with the process, however that ends.
+        """Locks the run for writing. The lock is released when the process ends, however that happens.
 
-        Raises RunDirectoryError where another process holds it.
+        Raises RunDirectoryError if another process holds it.
         """
         descriptor = os.open(self.lock_file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
@@ -248,7 +245,7 @@ class RunDirectory:
 
 
 def check_resources(directory: Path) -> None:
-    """Raises ResourceError where a run would soon run out of disk or memory."""
+    """Raises ResourceError if a run would soon run out of disk or memory."""
     free_disk = shutil.disk_usage(directory).free
     if free_disk < MIN_FREE_DISK_BYTES:
         raise ResourceError(

@@ -1,7 +1,7 @@
-"""How many rollout workers a run is to have and has, in two files of its directory.
+"""The status of a run's rollout workers, and a request for another number of them, as files of its directory.
 
-`workers.json` is the run's: what there is. `workers-wanted.json` is written to ask for another number; the
-run reads it while it goes on, and forgets it when it ends or begins again.
+The run writes its status to `workers.json`. Another process writes the requested number to
+`workers-wanted.json`; the run reads it while it is running, and deletes it when it ends or begins again.
 """
 
 from __future__ import annotations
@@ -15,37 +15,37 @@ from etude.kit.durable import read_record, write_json
 from etude.observe.run_directory import RunDirectory
 
 WantedWorkers = int | Literal["auto"]
-"""A number, or what the configuration says."""
+"""A number, or `auto`: as configured."""
 
 
 class WorkerFiles:
-    """The two files of a run."""
+    """Reads and writes the two files of a run."""
 
     def __init__(self, directory: Path) -> None:
-        self._standing = directory / "workers.json"
-        self._wanted = directory / "workers-wanted.json"
+        self._status = directory / "workers.json"
+        self._request = directory / "workers-wanted.json"
 
-    def begin(self) -> None:
-        """The run begins, as its configuration says."""
-        self._wanted.unlink(missing_ok=True)
+    def clear_request(self) -> None:
+        """Deletes an earlier request when the run begins."""
+        self._request.unlink(missing_ok=True)
 
-    def tell(self, standing: Mapping[str, Any]) -> None:
-        """The run says what there is."""
-        write_json(self._standing, dict(standing))
+    def write_status(self, status: Mapping[str, Any]) -> None:
+        """Called by the run when its workers change."""
+        write_json(self._status, dict(status))
 
-    def end(self) -> None:
-        """The run ends."""
-        self._standing.unlink(missing_ok=True)
-        self._wanted.unlink(missing_ok=True)
+    def remove(self) -> None:
+        """Deletes both files when the run ends."""
+        self._status.unlink(missing_ok=True)
+        self._request.unlink(missing_ok=True)
 
-    def wanted(self) -> WantedWorkers:
-        """What is asked for; a file that cannot be read asks for nothing."""
-        found = read_record(self._wanted).get("wanted")
+    def read_request(self) -> WantedWorkers:
+        """The requested number; `auto` without a readable request."""
+        found = read_record(self._request).get("wanted")
         return found if type(found) is int and found >= 1 else "auto"
 
-    def ask(self, wanted: WantedWorkers) -> None:
-        """Asks the run for so many. Raises RunDirectoryError as `standing`, and for less than one."""
-        self.standing()
+    def write_request(self, wanted: WantedWorkers) -> None:
+        """Requests a number of workers. Raises RunDirectoryError as `read_status`, and for less than one."""
+        self.read_status()
         if wanted != "auto" and wanted < 1:
             raise RunDirectoryError(
                 "a run that began with rollout workers keeps one at least",
@@ -53,12 +53,12 @@ class WorkerFiles:
                 received=wanted,
                 fix="ask for 1 or more, or for auto: as cluster.workers and cluster.most_workers say",
             )
-        write_json(self._wanted, {"wanted": wanted})
+        write_json(self._request, {"wanted": wanted})
 
-    def standing(self) -> dict[str, Any]:
-        """What there is, as the run last said. Raises RunDirectoryError where no run with workers goes on."""
-        run = RunDirectory(self._standing.parent)
-        found = run.read_json(self._standing)
+    def read_status(self) -> dict[str, Any]:
+        """The last status that the run wrote. Raises RunDirectoryError if no run with workers is running."""
+        run = RunDirectory(self._status.parent)
+        found = run.read_json(self._status)
         if found is None:
             raise RunDirectoryError(
                 "no run with rollout workers goes on here",

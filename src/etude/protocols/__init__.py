@@ -1,6 +1,6 @@
-"""The seams between the parts, one screen each. A part knows a seam, never the other part."""
+"""Interfaces between the parts, one screen each. A part depends on interfaces, never on another part."""
 
-from etude.protocols.episodes import TokenTally as TokenTally
+from etude.protocols.episodes import TokenProgress as TokenProgress
 from etude.protocols.executor import Executor as Executor
 from etude.protocols.executor import Handle as Handle
 from etude.protocols.executor import Resources as Resources

@@ -1,4 +1,4 @@
-"""How far sessions have come that are played elsewhere: by a worker, by another cluster."""
+"""Progress reports of sessions that another process plays: a worker, or another cluster."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from typing import Protocol, runtime_checkable
 
 
 @runtime_checkable
-class TokenTally(Protocol):
-    """Wants to know how far a session has come that samples elsewhere."""
+class TokenProgress(Protocol):
+    """Receives progress reports of a session that another process samples."""
 
-    def tally(self, num_tokens: int) -> None:
-        """The session has sampled so many tokens so far, those of failed attempts included."""
+    def report_tokens(self, num_tokens: int) -> None:
+        """`num_tokens`: sampled so far, those of failed attempts included."""
         ...

@@ -1,4 +1,4 @@
-"""The seam between the parts and where they run."""
+"""Interface of executors, which start parts in this process or as Ray actors, and of handles to parts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PartT = TypeVar("PartT", covariant=True)
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """What one part needs. Units: cores, devices, bytes."""
+    """Resources that one part needs. Units: cores, devices, bytes."""
 
     num_cpus: float = 1.0
     num_gpus: float = 0.0
@@ -22,16 +22,16 @@ class Resources:
     failure_domain: str = ""
     """Parts with the same domain may fail together; empty leaves placement free."""
     part: str = ""
-    """Names the part: in messages, and to find what was reserved for it."""
+    """Name of the part: in messages, and as the key of its reservation."""
     avoid: frozenset[str] = frozenset()
-    """Machines, as `Handle.node` names them, that it must not be started on if there is another."""
+    """Machines, as `Handle.node` names them, on which it is started only if there is no other."""
 
 
 class Handle(ABC, Generic[PartT]):
-    """A part, wherever it lives: `await handle.call(Trainer.step, groups)`."""
+    """A part, in this process or another: `await handle.call(Trainer.step, groups)`."""
 
     node: str = ""
-    """The machine that it is on; empty where that is this process's."""
+    """The machine that it runs on; empty for this process's."""
 
     @overload
     async def call(
@@ -44,39 +44,39 @@ class Handle(ABC, Generic[PartT]):
     ) -> T: ...
 
     async def call(self, method: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-        """Calls the part's method of that name and waits for its answer. Errors come back as raised.
+        """Calls the part's method of that name and returns its result, or raises its error.
 
-        Raises PartLostError where nobody is left to answer: it may or may not have been done.
+        Raises PartLostError if the part is gone before it answers: the call may or may not have taken effect.
         """
         return await self.send(method.__name__, arguments, named)
 
     @abstractmethod
     async def send(self, method: str, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
-        """What `call` does, for the method of that name."""
+        """Implements `call` for the method of that name."""
 
     @abstractmethod
     async def stop(self) -> None:
-        """Ends the part, which may close what it has opened. Idempotent."""
+        """Ends the part after it has closed its resources. Idempotent."""
 
     @abstractmethod
     def kill(self) -> None:
-        """Ends the part at once, whatever it is doing, as `kill -9` would. Idempotent."""
+        """Ends the part at once, as `kill -9` would. Idempotent."""
 
 
 class Executor(Protocol):
     """Starts parts: in this process (`local`) or as Ray actors (`ray`)."""
 
     async def reserve(self, parts: Sequence[Resources]) -> None:
-        """Reserves room for all of these parts at once. Raises ResourceError where there is none."""
+        """Reserves room for all of these parts at once. Raises ResourceError if there is not enough."""
         ...
 
     async def make_room(self, part: Resources) -> None:
-        """Reserves room for one part, however long that takes; returns at once where it has some. Raises
-        PartLostError."""
+        """Reserves room for one part and waits until there is some; returns at once if the part has a
+        reservation. Raises PartLostError."""
         ...
 
-    def give_room(self, part: str) -> None:
-        """Gives back what `make_room` reserved for the part of that name, if anything."""
+    def release_room(self, part: str) -> None:
+        """Releases what `make_room` reserved for the part of that name, if anything."""
         ...
 
     async def spawn(

@@ -1,4 +1,4 @@
-"""The seam between an architecture and the two that run it: the trainer and the engine."""
+"""Interface between a model architecture and its two users, the trainer and the engine."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ TensorT = TypeVar("TensorT")
 
 
 class Attention(Protocol, Generic[TensorT]):
-    """Attention over whatever holds the keys: a packed batch (training) or a KV cache (inference).
+    """Attention over a packed batch (training) or a KV cache (inference).
 
-    T tokens of many sequences lie one after the other, without padding.
+    T tokens of many sequences follow each other without padding.
     """
 
     def attend(self, layer: int, query: TensorT, key: TensorT, value: TensorT) -> TensorT:
@@ -22,7 +22,7 @@ class Attention(Protocol, Generic[TensorT]):
 
 
 class Routes(Protocol, Generic[TensorT]):
-    """Decides, or replays, which experts see which token."""
+    """Chooses which experts process which token, or replays a recorded choice."""
 
     def select(self, layer: int, scores: TensorT) -> TensorT:
         """scores [T, experts] -> chosen experts [T, top_k] (int64), in order of falling score.

@@ -1,4 +1,4 @@
-"""The seam between rollouts and whatever samples tokens: our engine, vLLM, a router over replicas."""
+"""Interface between rollouts and what samples tokens: our engine, vLLM, or a router over replicas."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ class Sampler(Protocol):
     def open(self, session_id: str, beside: str | None = None) -> None:
         """Announces a session, so that a deterministic schedule can wait for its first request.
 
-        `beside`: a session with tokens of which it begins, and which is still open. It should start in the
-        place where that one is; and on a deterministic schedule its first request is waited for at the step
-        at which that one's next is, whenever this is called.
+        `beside`: an open session with which it shares its first tokens. It should run on the replica of that
+        session; and on a deterministic schedule its first request is waited for at the same step as that
+        session's next one, whenever this is called.
         """
         ...
 
     def close(self, session_id: str) -> None:
-        """Ends a session and frees what is held for it. Unknown ids are ignored."""
+        """Ends a session and frees its keys and values. Unknown ids are ignored."""
         ...
 
     def stream(self, request: SampleRequest) -> AsyncIterator[SampleChunk]:
@@ -48,25 +48,25 @@ class Sampler(Protocol):
 
 
 class Pace(Protocol):
-    """Acts between two steps of a sampler's reproducible schedule, so that what it does repeats."""
+    """Callbacks between two steps of a sampler's reproducible schedule: what they do is reproducible, too."""
 
-    def ended(self, session_id: str) -> None:
-        """A session was closed, and the schedule has come to the step at which it takes note of that."""
+    def on_session_ended(self, session_id: str) -> None:
+        """A session was closed, and the schedule has reached the step at which its end counts."""
         ...
 
-    async def turn(self) -> None:
-        """Some sessions have ended: no step is taken until this returns."""
+    async def before_next_step(self) -> None:
+        """Called after `on_session_ended` for one or more sessions; no step is taken until this returns."""
         ...
 
-    def stopped(self) -> None:
-        """The schedule has come to its end: nothing more will come."""
+    def on_schedule_ended(self) -> None:
+        """The sampler failed or stopped: there are no further calls."""
         ...
 
 
 @runtime_checkable
 class PacedSampler(Sampler, Protocol):
-    """A sampler that may have such a schedule."""
+    """A sampler that may have a reproducible schedule."""
 
     def set_pace(self, pace: Pace | None) -> bool:
-        """Tells `pace` from now on; whether there is a reproducible schedule to tell of."""
+        """Calls `pace` from now on if there is a reproducible schedule; returns whether there is."""
         ...

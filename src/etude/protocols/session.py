@@ -1,4 +1,4 @@
-"""The seam between an agent and its driver."""
+"""Interface between an agent's session and the runner that drives it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from etude.records import SampleChunk, SamplingParams, Status, ToolCall, ToolRes
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sample:
-    """Ask the policy for the next message. `tokens[:known]` are what the last answer's digest names."""
+    """Sample the next message. `tokens[:known]` is the prefix that the last answer's digest names."""
 
     tokens: NDArray[np.int32]
     """[T] the whole context."""
@@ -24,19 +24,19 @@ class Sample:
     stop_tokens: frozenset[int]
     segment_index: int
     summarising: bool = False
-    """Whether the message will be the agent's summary of its own context."""
+    """Whether the message is the agent's summary of its own context."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunCalls:
-    """Run these calls of one turn and report their results in this order."""
+    """Run the calls of one turn and report their results in this order."""
 
     calls: tuple[ToolCall, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Archive:
-    """Keep a full context where the agent can read it: `text` as the workspace's file `path`."""
+    """Store a full context where the agent can read it: `text` as the workspace's file `path`."""
 
     path: str
     text: str
@@ -56,31 +56,30 @@ Action = Sample | RunCalls | Archive | Finished
 class Session(Protocol):
     """An agent's session as a pure state machine: no I/O inside, so it runs anywhere and replays exactly.
 
-    `next_action` says what is to be done; the runner does it and reports. Asking again before reporting
-    gives the same action.
+    `next_action` returns what the runner has to do; the runner does it and reports the result. Until then
+    `next_action` returns the same action again.
     """
 
     def next_action(self) -> Action: ...
 
     def on_prefix_miss(self) -> None:
-        """Learns that the sampler holds nothing of the session: the next `Sample` has `known` 0."""
+        """The sampler has dropped the session's keys and values: the next `Sample` has `known` 0."""
         ...
 
     def on_chunk(self, chunk: SampleChunk) -> None:
-        """Takes sampled tokens; the chunk with `finish` set completes the message."""
+        """Adds sampled tokens; the chunk with `finish` set completes the message."""
         ...
 
     def on_results(self, results: Sequence[ToolResult]) -> None:
-        """Takes the results of the calls last asked for, in order."""
+        """Adds the results of the last `RunCalls`, in order."""
         ...
 
     def on_archived(self, error: str = "") -> None:
-        """The context last asked for has been kept, or could not be: why not, in words for the agent."""
+        """The last `Archive` was stored, or failed: `error` says why, in words for the agent."""
         ...
 
     def on_user(self, text: str, by_person: bool = True) -> None:
-        """More words of the user: a session that has ended goes on. Not `by_person`: unless it has no turn
-        left."""
+        """Adds a message of the user; an ended session continues, not `by_person` only if turns are left."""
         ...
 
     def stop(self, status: Status, cause: str) -> None:

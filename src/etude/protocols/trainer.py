@@ -1,4 +1,4 @@
-"""The seam between the loop and whatever takes optimiser steps."""
+"""Interface between the training loop and what takes optimiser steps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from etude.records import Group, PolicyVersion, Scores, WeightManifest
 
 
 class Trainer(Protocol):
-    """Owns the weights that learn. How it is saved and restored is not asked for here."""
+    """Owns the weights that are trained. Saving and restoring it is not part of this interface."""
 
     @property
     def version(self) -> PolicyVersion:
@@ -24,12 +24,12 @@ class Trainer(Protocol):
         ...
 
     def publish(self) -> WeightManifest:
-        """Makes the current weights fetchable and names them."""
+        """Publishes the current weights and returns their manifest."""
         ...
 
     def score(
         self, sequences: Sequence[NDArray[np.int32]], routes: Sequence[NDArray[Any]] | None = None
     ) -> list[Scores]:
-        """Log-probabilities at temperature 1 of each sequence [T_i] under the current weights; with the
-        experts that `routes`, [T_i, MoE layers, top_k] each, names, or else those of the router."""
+        """Log-probabilities at temperature 1 of each sequence [T_i] under the current weights, with the
+        experts in `routes` ([T_i, MoE layers, top_k] each) or, without it, those that the router chooses."""
         ...

@@ -1,4 +1,4 @@
-"""The seam through which new weights reach a sampler."""
+"""Interface through which new weights reach a sampler."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Literal, Protocol
 from etude.records import PolicyVersion, WeightManifest
 
 KvPolicy = Literal["keep", "recompute"]
-"""What becomes of running sessions' keys and values when weights change."""
+"""What happens to the keys and values of running sessions when weights change."""
 
 
 class WeightSink(Protocol):
-    """Takes policy versions: first whole into memory beside the current one, then into service."""
+    """Receives policy versions in two phases: staged in memory next to the current one, then served."""
 
     async def stage(self, manifest: WeightManifest) -> None:
-        """Fetches and checks the weights. What is served does not change, whatever happens here.
+        """Fetches and checks the weights. The served version does not change, even if this fails.
 
         Raises WeightUpdateError on a wrong base, digest, name or shape.
         """
@@ -25,5 +25,5 @@ class WeightSink(Protocol):
         ...
 
     def current(self) -> PolicyVersion | None:
-        """The version in service; None until the first activation: nothing is served then."""
+        """The version in service; None until the first activation, before which nothing is served."""
         ...

@@ -1,4 +1,4 @@
-"""The seam between an agent and what it works on: a sandbox in this process, or one behind a server."""
+"""Interface between an agent and its workspace: a sandbox in this process, or one behind a server."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ OnResult = Callable[[int, ToolCall, ToolResult], None]
 
 
 class Workspace(Protocol):
-    """Carries out what an agent asks for.
+    """Runs an agent's tool calls.
 
-    Raises InfrastructureError if something behind it failed, and AgentError where the agent itself ended what
-    it works on: neither is an answer that an agent could read.
+    Raises InfrastructureError if something behind it failed, and AgentError if the agent itself ended the
+    workspace: neither is a result that the agent could read.
     """
 
     async def run_calls(
@@ -31,5 +31,5 @@ class Workspace(Protocol):
         ...
 
     async def archive(self, path: str, text: str) -> str:
-        """Keeps `text` as the file `path` where the agent can read it; returns "" or why that failed."""
+        """Writes `text` to the file `path`, where the agent can read it; returns "" or why that failed."""
         ...

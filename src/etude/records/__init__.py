@@ -1,4 +1,4 @@
-"""The nouns of the system: what crosses from one part to another. Standard library and numpy only."""
+"""Data types that cross from one part of the system to another. Standard library and numpy only."""
 
 from etude.records.policy import ADAPTER_PREFIX as ADAPTER_PREFIX
 from etude.records.policy import UNKNOWN_FORMAT as UNKNOWN_FORMAT

@@ -1,14 +1,14 @@
-"""Which weights: the name of a policy version, and references to arrays too large to travel inline."""
+"""Policy versions, weight manifests, and references to arrays too large to be sent inline."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
 UNKNOWN_FORMAT = "unknown"
-"""Of a model behind somebody else's endpoint: neither its weights nor its logprobs are known."""
+"""Format of a model behind an external endpoint: neither its weights nor its logprobs are known."""
 
 ADAPTER_PREFIX = "adapter."
-"""Before the names of an adapter's factors, which a version's tensors hold beside those of its base."""
+"""Prefix of the names of an adapter's factors, which a version lists together with its base's tensors."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -24,7 +24,7 @@ class PolicyVersion:
     step: int
     """Optimiser steps taken in this lineage; 0 is where the lineage began."""
     digest: str = ""
-    """BLAKE3 hex digest over the named tensors; empty where nobody has computed it yet."""
+    """BLAKE3 hex digest over the named tensors; empty if not computed yet."""
     format: str = "float32"
     """Number format in which the weights are served: float32, bfloat16, fp8, ...; `UNKNOWN_FORMAT` for a
     model that is not ours, whose tokens are never trained on."""
@@ -42,7 +42,7 @@ class PolicyVersion:
 
 @dataclass(frozen=True, slots=True)
 class BlobRef:
-    """An array kept elsewhere: expert routes and sampling supports never travel inline.
+    """Reference to an array in a blob store: expert routes and sampling supports are never sent inline.
 
     On the largest models the routes alone are about 1 KB a token.
     """
@@ -65,12 +65,12 @@ class TensorEntry:
     digest: str
     """xxh3-128 hex digest of the tensor's bytes in C order; with `cuts`, of the digests of the parts."""
     cuts: tuple[int, ...] = field(default=(), repr=False)
-    """Rows of each part, where a tensor was published in several: nobody may have had it whole."""
+    """Rows of each part, if the tensor was published in parts: no process need have held it whole."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightManifest:
-    """What a published policy version consists of. A weight update is whole or not at all."""
+    """The tensors of a published policy version. A weight update is applied whole or not at all."""
 
     version: PolicyVersion
     tensors: tuple[TensorEntry, ...]

@@ -1,4 +1,4 @@
-"""Rewards with their parts, and what people say of an agent's work."""
+"""Rewards with their terms, and users' feedback on an agent's work."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class RewardBreakdown:
-    """A reward and what it is made of.
+    """A reward and its terms.
 
     `task` alone decides whether a group has variance; the other terms shape behaviour.
     """
@@ -27,7 +27,7 @@ class RewardBreakdown:
 
     @property
     def is_finite(self) -> bool:
-        """Whether every term and their sum are numbers that can be compared: else it counts for nothing."""
+        """Whether every term and their sum are finite: otherwise the reward is ignored."""
         return all(math.isfinite(term) for term in (self.task, *self.terms.values(), self.total))
 
 

@@ -1,4 +1,4 @@
-"""What is asked of a sampler, and what it answers."""
+"""Requests to a sampler and its answers."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from etude.records.policy import PolicyVersion
 
 NATIVE_ROUTE = 255
-"""Expert index that says: nothing was recorded here, let the router choose. In uint16 routes it is
-65,535: always the largest of the type."""
+"""Expert index for "not recorded, let the router choose" in uint8 routes. In uint16 routes it is 65,535:
+always the largest value of the type."""
 
 MAX_TOP_LOGPROBS = 128
 """Most alternatives that are reported with a token."""
@@ -32,7 +32,7 @@ class SamplingParams:
     """Also report each token's log-probability under the model's own distribution: temperature 1, nothing
     cut."""
     top_logprobs: int = 0
-    """Also report the so many likeliest tokens of the processed distribution at each place."""
+    """Also report that many of the likeliest tokens of the processed distribution at each position."""
 
     def __post_init__(self) -> None:
         checks = (
@@ -69,7 +69,7 @@ class SampleRequest:
     stop_tokens: frozenset[int]
     """Sampling ends with the first of these, which is part of the answer."""
     rng_key: tuple[int, ...]
-    """Noise is a function of (key, position) alone: seed, trajectory, segment."""
+    """(seed, trajectory, segment): the sampling noise is a function of this key and the position alone."""
     prefix_digest: str | None = None
     pool: str = "rollout"
     version: PolicyVersion | None = None
@@ -77,7 +77,7 @@ class SampleRequest:
     version_is_minimum: bool = False
     deadline_s: float | None = None
     streaming: bool = False
-    """A chunk after every engine step that sampled for this request; otherwise all come at the end."""
+    """Whether to send a chunk after every engine step that sampled for this request, or one at the end."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -108,13 +108,13 @@ class SampleChunk:
     top_logprobs: NDArray[np.float32] | None = None
     """[n, k] their log-probabilities under the processed distribution."""
     cached_tokens: int | None = None
-    """With the first chunk of a request: tokens of its whole input, prefix and suffix, whose keys were there
-    already. None in later chunks, and from samplers that do not tell."""
+    """In the first chunk of a request: tokens of its whole input, prefix and suffix, whose keys were cached.
+    None in later chunks, and from samplers that do not report it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scores:
-    """Log-probabilities of given tokens. `logprobs[t]` is of token t given those before; [0] is 0."""
+    """Log-probabilities of given tokens. `logprobs[t]` is that of token t given those before; [0] is 0."""
 
     logprobs: NDArray[np.float32]
     version: PolicyVersion

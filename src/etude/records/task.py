@@ -1,4 +1,4 @@
-"""A task: what the agent is asked, what it works on, and what it is judged by."""
+"""A task: instruction, files, machine and verifier."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class TaskImage:
 
     name: str
     layers: tuple[str, ...] = ()
-    """Digests of its layers, lowest first; none: an engine has it under its name."""
+    """Digests of its layers, lowest first; empty: a container engine has the image under its name."""
     env: Mapping[str, str] = field(default_factory=dict[str, str])
     workdir: str = "/workspace"
     user: str = "root"
@@ -21,7 +21,7 @@ class TaskImage:
 
 @dataclass(frozen=True, slots=True)
 class HealthCheck:
-    """A command that must succeed before the agent begins, tried again as Docker's HEALTHCHECK is."""
+    """A command that must succeed before the agent begins, retried like Docker's HEALTHCHECK."""
 
     command: str
     interval_s: float = 5.0
@@ -29,59 +29,59 @@ class HealthCheck:
     timeout_s: float = 30.0
     """Of one try."""
     start_period_s: float = 0.0
-    """From the start on; failures within it do not count."""
+    """Period from the start within which failures do not count."""
     start_interval_s: float = 5.0
-    """Between tries in that time."""
+    """Between tries in that period."""
     retries: int = 3
-    """So many failures in a row end the wait."""
+    """Number of failures in a row after which the check has failed."""
 
 
 @dataclass(frozen=True, slots=True)
 class TaskMachine:
-    """The machine that a task asks for. 0 and empty texts: what the run gives. Sizes in bytes."""
+    """The machine that a task requires. 0 and empty strings: the run's own settings. Sizes in bytes."""
 
     docker_image: str = ""
-    """Name of its image; `host`: the programs of the sandboxes' host; empty: what the Dockerfile builds."""
+    """Name of its image; `host`: the programs of the sandboxes' host; empty: the Dockerfile's image."""
     context: str = "environment"
     """Directory of the task with the Dockerfile."""
     build_timeout_s: float = 600.0
     image: TaskImage | None = None
-    """What that came to, once it was looked for; None on the host's programs."""
+    """The resolved image; None before it is resolved, and with the host's programs."""
     workdir: str = ""
-    """In place of the image's own."""
+    """Overrides the image's own."""
     user: str = ""
-    """Whom the agent works as, in place of the image's own user."""
+    """The user that the agent's commands run as; overrides the image's own."""
     env: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Of every command, the verifier's included."""
+    """Environment of every command, the verifier's included."""
     cpus: float = 0.0
     memory_bytes: int = 0
     disk_bytes: int = 0
     hosts: tuple[str, ...] | None = ()
-    """What the agent reaches, as `sandbox.types.Network` has it; None: what the run allows."""
+    """Hosts that the agent may reach, as in `sandbox.types.Network`; None: those that the run allows."""
     agent_s: float = 0.0
-    """Seconds that the agent's tools may run, all calls together; 0: as long as the run allows."""
+    """Seconds that the agent's tools may run, all calls together; 0: the run's limit."""
     health: HealthCheck | None = None
-    """What must succeed before anything else is done on it."""
+    """Must succeed before anything else runs on it."""
 
     @property
     def is_host(self) -> bool:
-        """Whether it has no image, but the programs of the sandboxes' host."""
+        """Whether it uses the programs of the sandboxes' host instead of an image."""
         return self.docker_image == "host"
 
 
 @dataclass(frozen=True, slots=True)
 class Artifact:
-    """A file or directory that an agent leaves to a verifier with a machine of its own."""
+    """A file or directory that is copied from the agent's machine to a verifier's own machine."""
 
     source: str
     """Its absolute path, in both machines."""
     exclude: tuple[str, ...] = ()
-    """Patterns of what below it stays behind, as of `tar --exclude`."""
+    """Patterns of files below it that are not copied, as of `tar --exclude`."""
 
 
 @dataclass(frozen=True, slots=True)
 class CollectCommand:
-    """What is run in the agent's sandbox when the agent has ended, before anything is taken over."""
+    """A command run in the agent's sandbox after the agent has ended, before artifacts are copied."""
 
     command: str
     timeout_s: float = 60.0
@@ -89,53 +89,53 @@ class CollectCommand:
 
 @dataclass(frozen=True, slots=True)
 class TestScript:
-    """A verifier of Harbor's kind: a program that writes the reward into a file."""
+    """A verifier as in Harbor: a program that writes the reward into a file."""
 
     __test__ = False
 
     archive: bytes
-    """Tar file of what is unpacked at `/tests`, `test.sh` among it; empty: the verifier's image has it."""
+    """Tar file that is unpacked at `/tests`, with `test.sh`; empty: the verifier's image contains it."""
     timeout_s: float = 600.0
     env: Mapping[str, str] = field(default_factory=dict[str, str])
     user: str = ""
-    """Whom it runs as, in place of the image's own user."""
+    """The user that it runs as; overrides the image's own."""
     hosts: tuple[str, ...] | None = ()
-    """As those of the machine, while it runs."""
+    """Hosts that may be reached while it runs, as in `TaskMachine.hosts`."""
     machine: TaskMachine | None = None
-    """Where it runs, in place of the task's machine: then nothing of the agent's but `artifacts` is there."""
+    """Its own machine, if it has one: of the agent's files only `artifacts` are copied there."""
     artifacts: tuple[Artifact, ...] = ()
     collect: tuple[CollectCommand, ...] = ()
     exams: str = ""
-    """Text of `tests/exams.json`, which decides in place of the reward (`etude.tasks.exams`); or empty."""
+    """Text of `tests/exams.json`, which replaces the reward file (`etude.tasks.exams`); or empty."""
 
 
 @dataclass(frozen=True, slots=True)
 class SolutionScript:
-    """The reference solution: a program that solves the task in the agent's place."""
+    """The reference solution: a program that solves the task."""
 
     archive: bytes
-    """Tar file of what is unpacked at `/solution`, `solve.sh` among it."""
+    """Tar file that is unpacked at `/solution`, with `solve.sh`."""
     env: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
 @dataclass(frozen=True, slots=True)
 class TaskStep:
-    """One of several things that a task's user asks for, each once the one before was verified."""
+    """One of several instructions of a task, each given after the step before was verified."""
 
     name: str
     instruction: str
     verifier: TestScript
     solution: SolutionScript | None = None
     files: bytes = b""
-    """Tar file of what is unpacked in the working directory before the step begins."""
+    """Tar file that is unpacked in the working directory before the step begins."""
     has_setup: bool = False
-    """Whether there is a `setup.sh` among them, which then runs."""
+    """Whether the files contain a `setup.sh`, which then runs."""
     agent_s: float = 0.0
-    """As that of the machine, in this step."""
+    """As `TaskMachine.agent_s`, for this step."""
     health: HealthCheck | None = None
-    """What must succeed after that."""
+    """Must succeed after the setup."""
     min_reward: Mapping[str, float] = field(default_factory=dict[str, float])
-    """Name of a reward -> what it must come to, for the next step to be asked for."""
+    """Name of a reward -> the value that it must reach for the next step to begin."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,8 +156,8 @@ class Task:
     """Paths laid over the workspace for grading; they win over the agent's versions."""
     solution_files: Mapping[str, str] = field(default_factory=dict[str, str])
     allowed_paths: tuple[str, ...] = ("**",)
-    """Glob patterns of the workspace paths whose changes reach grading; all others are restored. Those that
-    begin with a slash are of paths elsewhere in the root of the task's image."""
+    """Glob patterns of the workspace paths whose changes are graded; all others are restored. Patterns that
+    begin with a slash are of paths outside the workspace, in the root of the task's image."""
     test_paths: tuple[str, ...] = ()
     """Visible test files, in the order in which `run_tests` runs them."""
     hidden_test_paths: tuple[str, ...] = ()
@@ -171,18 +171,18 @@ class Task:
     directory: str | None = None
     """The Harbor task directory that this was read from, if any."""
     machine: TaskMachine | None = None
-    """What it is played on; None: on the host's programs, with what the run gives."""
+    """None: the host's programs, with the run's own settings."""
     verifier: TestScript | None = None
-    """What judges it; None: the values that its hidden tests compute."""
+    """None: graded by the values that its hidden tests compute."""
     solution: SolutionScript | None = None
-    """What solves it; None: `solution_files` take the place of the agent's."""
+    """None: the solution is to replace the agent's files by `solution_files`."""
     steps: tuple[TaskStep, ...] = ()
-    """What is asked for, one after the other; instruction, verifier and solution are then the first one's."""
+    """Of a task with several; `instruction`, `verifier` and `solution` are then those of the first."""
     step_rewards: Literal["mean", "final"] = "mean"
-    """How the rewards of its steps become the task's."""
+    """How the rewards of its steps are combined into the task's."""
 
     def at_step(self, number: int) -> Task:
-        """The task as if it had this step alone; itself without steps."""
+        """The task reduced to this step; the task itself if it has no steps."""
         if not self.steps:
             return self
         step, machine = self.steps[number], self.machine
@@ -197,13 +197,13 @@ class Task:
 
     @property
     def verifiers(self) -> tuple[TestScript, ...]:
-        """The scripts that judge it: one, or one for each step; none where values are graded."""
+        """Its verifier scripts: one, or one per step; none if hidden tests grade it by values."""
         if self.steps:
             return tuple(step.verifier for step in self.steps)
         return () if self.verifier is None else (self.verifier,)
 
     def with_verifiers(self, verifiers: Sequence[TestScript]) -> Task:
-        """The task with others in the place of `verifiers`, in their order."""
+        """The task with its `verifiers` replaced, in the same order."""
         if not verifiers:
             return self
         steps = tuple(

@@ -1,4 +1,4 @@
-"""Segments of tokens, the trajectories they make, and the groups in which they are compared."""
+"""Segments of tokens, the trajectories that consist of them, and the groups that compare trajectories."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from etude.records.turn import Turn
 
 
 class Relation(StrEnum):
-    """How a segment came from its parent."""
+    """How a segment was derived from its parent."""
 
     ROOT = "root"
     SUMMARY = "summary"
@@ -41,7 +41,7 @@ class Status(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class VersionSpan:
-    """Tokens [start, end) carry `version`."""
+    """Tokens [start, end) belong to policy version `version`."""
 
     start: int
     end: int
@@ -50,7 +50,7 @@ class VersionSpan:
 
 @dataclass(frozen=True, slots=True)
 class TurnSpan:
-    """Tokens [start, end) are one message: who wrote it."""
+    """Tokens [start, end) are one message by `role`."""
 
     start: int
     end: int
@@ -87,7 +87,7 @@ class Segment:
     """Tokens kept by truncated sampling; None where nothing was truncated."""
     agent_id: str = "main"
     parent: tuple[str, int] | None = None
-    """(segment id, token offset) at which this segment left its parent."""
+    """(segment id, token offset) at which this segment branched off its parent."""
     relation: Relation = Relation.ROOT
 
     def __post_init__(self) -> None:
@@ -113,7 +113,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True, order=True)
 class TrajectoryId:
-    """Names one rollout for good: a resumed run makes the same ids."""
+    """Permanent name of one rollout: a resumed run makes the same ids."""
 
     run: str
     task: str
@@ -127,7 +127,7 @@ class TrajectoryId:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Trajectory:
-    """One session from the task's words to its grade: a tree of segments."""
+    """One session from the task's instruction to its grade: a tree of segments."""
 
     id: TrajectoryId
     segments: tuple[Segment, ...]
@@ -136,9 +136,9 @@ class Trajectory:
     cause: str = ""
     """Which limit, which error; empty for a plain finish."""
     reward: RewardBreakdown | None = None
-    """None until graded, and for ever where the infrastructure failed."""
+    """None until graded, and always None if the infrastructure failed."""
     attempt: int = 0
-    """How often infrastructure failures made us start again."""
+    """How often it was restarted after infrastructure failures."""
     harness_digest: str = ""
     image_digest: str = ""
     snapshots: tuple[str, ...] = ()
@@ -146,10 +146,10 @@ class Trajectory:
     """Seconds by stage: sandbox, sample, tools, grade."""
     tenant: str = "local"
     consent: str = "synthetic"
-    """On what ground the tokens may be trained on: synthetic, granted, ..."""
+    """Why the tokens may be trained on: synthetic, granted, ..."""
     cluster: str = "local"
     facts: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """What monitors count; plain JSON values."""
+    """Measurements for monitors; plain JSON values."""
 
     @property
     def oldest_version(self) -> PolicyVersion | None:
@@ -169,20 +169,20 @@ class GroupOrigin:
     segment_id: str
     offset: int
     snapshot: str
-    """From which the sandboxes were made; empty: by doing the calls again from the start."""
+    """Snapshot from which the sandboxes were made; empty: they were made by replaying the calls."""
     fidelity: str = ""
-    """What a copy of the sandbox holds: `full` (processes and memory, too) or `filesystem`."""
+    """What a copy of the sandbox contains: `full` (also processes and memory) or `filesystem`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Trajectories from one state, judged against each other."""
+    """Trajectories that started from one state and whose rewards are compared with each other."""
 
     id: str
     kind: str
     """`task` (from the task's start) or `fork` (from the middle of a session)."""
     expected: int
-    """How many members were asked for."""
+    """How many members were begun."""
     members: tuple[Trajectory, ...]
     origin: GroupOrigin | None = None
     price_weight: float = 1.0

@@ -8,16 +8,16 @@ from enum import StrEnum
 
 
 class ToolErrorClass(StrEnum):
-    """Why a tool call did not do what was asked. The agent can correct the first three."""
+    """Why a tool call failed. The agent can correct the first three."""
 
     MALFORMED = "malformed"
     """The text does not parse as a call."""
     INVALID_ARGUMENTS = "invalid_arguments"
     """Unknown tool, missing or impossible argument."""
     TIMEOUT = "timeout"
-    """The agent's own command ran longer than it may."""
+    """The agent's command ran into its time limit."""
     UNEXPECTED_ENVIRONMENT = "unexpected_environment"
-    """The files are not as the call supposes (no such file, no unique match)."""
+    """The files are not as the call assumes (no such file, no unique match)."""
     PROVIDER = "provider"
     """Something behind the tool failed. Infrastructure: never a reward."""
     USER_ABORTED = "user_aborted"
@@ -35,18 +35,18 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class ToolResult:
-    """What the agent is shown for one call, in call order."""
+    """The result of one call, as shown to the agent."""
 
     output: str
     error: ToolErrorClass | None = None
     finished: bool = False
     """True for the result of the call that ends the session."""
     duration_s: float = 0.0
-    """Wall time; kept for humans, never rendered into tokens."""
+    """Wall time; for people, never rendered into tokens."""
     facts: Mapping[str, str | int | float | bool] = field(
         default_factory=dict[str, "str | int | float | bool"]
     )
-    """What monitors and rewards count (path edited, tests passed), never rendered into tokens."""
+    """Facts for monitors and rewards (path edited, tests passed), never rendered into tokens."""
 
 
 @dataclass(frozen=True, slots=True)

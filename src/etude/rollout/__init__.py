@@ -1,4 +1,4 @@
-"""Sessions into groups: what the trainer trains on."""
+"""Collects sessions into groups, which the trainer trains on."""
 
 from etude.rollout.buffer import GroupBuffer as GroupBuffer
 from etude.rollout.collect import Collected as Collected

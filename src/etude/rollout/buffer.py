@@ -1,19 +1,19 @@
-"""The bounded buffer between rollouts and training: which groups may begin, wait, and are trained together.
+"""The bounded buffer between rollouts and training: decides when groups begin and which a step trains on.
 
-    room ── begin ── (under way) ── put ── (waiting) ── take ── trained
-                                      └─ without signal: dropped      └─ too old: stale
+    num_may_begin ── begin ── (under way) ── put ── (waiting) ── pop_step ── trained
+                                               └─ without signal: dropped  └─ too old: stale
 
-A group that begins while version v samples must be trained at step v + bound at the latest (step k makes
-version k + 1 of version k). Each step takes `groups_per_step` groups, so as many may be open as the steps up
-to there take: then the oldest can always be trained in time, by waiting for it if need be, and nothing is
-sampled to be thrown away. While new weights are on their way into service fewer may be open. Groups of one
-verdict take no place in a step, with or without a signal, so more may be open by the share that they had
-lately.
+A group that begins while version v samples must be trained at step v + bound at the latest (step k turns
+version k into version k + 1). Each step trains `groups_per_step` groups, so the number of open groups is
+limited to what the steps up to there can train: then the oldest can always be trained in time, by waiting for
+it if need be, and nothing is sampled in vain. While new weights are being published fewer may be open. Groups
+whose members have equal verdicts do not count towards a step, with or without a signal, so the limit rises
+with their recent share.
 
-A number's two groups, where one of its sessions was forked, are one unit: under way, waiting and taken
-together.
+Where a session of a group was forked, the group and the group of the fork share a task number and are one
+unit: under way, waiting and trained together.
 
-A state machine without I/O or clock: its driver waits.
+A state machine without I/O or clock: the collector does the waiting.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from etude.records import Group, Segment, Trajectory
 def mask_stale(group: Group, min_step: int) -> Group:
     """The group with every token of a policy version before `min_step` turned into context.
 
-    Tokens, log-probabilities and rewards stay as they are: only the loss mask changes. What is stored is the
+    Tokens, log-probabilities and rewards stay as they are: only the loss mask changes. The log stores the
     unmasked group.
     """
     return replace(group, members=tuple(_mask_trajectory(member, min_step) for member in group.members))
 
 
 def _mask_trajectory(trajectory: Trajectory, min_step: int) -> Trajectory:
-    return replace(trajectory, segments=tuple(_mask_segment(one, min_step) for one in trajectory.segments))
+    return replace(trajectory, segments=tuple(_mask_segment(s, min_step) for s in trajectory.segments))
 
 
 def _mask_segment(segment: Segment, min_step: int) -> Segment:
@@ -55,56 +55,54 @@ def _mask_segment(segment: Segment, min_step: int) -> Segment:
 
 
 @dataclass(frozen=True, slots=True)
-class Waiting:
-    """What a number gave, whole and not trained on yet."""
+class FinishedGroups:
+    """The finished group of one task number, and its fork's group, not trained on yet."""
 
     number: int
     group: Group
-    """Of its task."""
     signal: Signal
     oldest_step: int
-    """Step of the oldest policy version in it."""
+    """Step of the oldest policy version that sampled a token of it."""
     fork: Group | None = None
-    """Of the fork of one of the group's sessions, if one was made."""
+    """Group of the siblings of a forked session, if a fork was made."""
     fork_signal: Signal = Signal.NONE
 
     @property
     def groups(self) -> tuple[tuple[Group, Signal], ...]:
-        """One or two, each with what its members differ in."""
+        """One or two groups, each with its signal."""
         own = ((self.group, self.signal),)
         return own if self.fork is None else (*own, (self.fork, self.fork_signal))
 
     @property
     def num_task(self) -> int:
-        """Groups of which verdicts differ: what a step counts."""
+        """Number of groups whose verdicts differ: only these count towards `groups_per_step`."""
         return sum(signal is Signal.TASK for _, signal in self.groups)
 
     @property
     def num_sampled_tokens(self) -> int:
-        """Of all sessions."""
+        """Sum over all sessions."""
         return sum(member.num_sampled_tokens for group, _ in self.groups for member in group.members)
 
     @property
     def is_trained(self) -> bool:
-        """Whether there is anything to learn from it."""
+        """Whether any of the groups carries a signal."""
         return any(signal is not Signal.NONE for _, signal in self.groups)
 
 
 @dataclass(slots=True)
-class Taken:
-    """What one step gets, and what left the buffer besides since the last one; each in task order."""
+class StepGroups:
+    """The groups of one step, and those that left the buffer untrained since the last one; in task order."""
 
-    trained: list[Waiting] = field(default_factory=list[Waiting])
+    trained: list[FinishedGroups] = field(default_factory=list[FinishedGroups])
     """With a signal."""
-    dropped: list[Waiting] = field(default_factory=list[Waiting])
-    stale: list[Waiting] = field(default_factory=list[Waiting])
-    """Older than the bound; none where tokens are masked instead, but for groups that are too old as a
-    whole."""
+    dropped: list[FinishedGroups] = field(default_factory=list[FinishedGroups])
+    stale: list[FinishedGroups] = field(default_factory=list[FinishedGroups])
+    """Older than the bound. Where old tokens are masked instead, only groups without a younger token."""
     masked_tokens: int = 0
 
 
 class GroupBuffer:
-    """Groups under way and groups waiting, by number."""
+    """Groups under way and groups waiting to be trained on, by task number."""
 
     def __init__(
         self,
@@ -116,37 +114,39 @@ class GroupBuffer:
         mask: bool,
     ) -> None:
         """`bound`: most steps from the oldest token to the step that trains it. `first_step`: the step that
-        is trained next; its weights are in service. `num_steps`: where training ends. `most_finished`: after
-        so many groups a step goes on with however few carry a signal. `mask`: what is too old is masked, and
-        nobody waits for it."""
+        is trained next; its weights are in service. `num_steps`: where training ends. `most_finished`: when
+        so many groups have finished, a step is taken however few carry a signal. `mask`: tokens that are too
+        old are masked, and no step waits for an old group."""
         self.step = first_step
-        """The step that `take` is for next."""
+        """The step whose groups `pop_step` returns next."""
         self.serving = first_step
-        """Steps of the weights in service."""
+        """Step of the policy version in service. Set by the caller."""
         self.under_way: OrderedDict[int, int] = OrderedDict()
-        """Number of a group that is being sampled -> `serving` when it began: the oldest first."""
-        self._waiting: dict[int, Waiting] = {}
-        self._next = Taken()
+        """Number of a group that is being sampled -> `serving` when it began, in order of beginning."""
+        self._waiting: dict[int, FinishedGroups] = {}
+        self._next = StepGroups()
         self._bound = bound
         self._wanted = groups_per_step
         self._num_steps = num_steps
         self._most_finished = most_finished
         self._num_finished = 0
-        """Groups that became whole since the last step."""
+        """Groups that finished since the last step."""
         self._mask = mask
 
-    def room(self, useful_each: float) -> int:
-        """How many more numbers may begin, where each is expected to give so many groups with a signal."""
-        return self._room(useful_each, self.serving)
+    def num_may_begin(self, useful_each: float) -> int:
+        """How many more task numbers may begin. `useful_each`: groups with a signal expected of each."""
+        return self._num_may_begin(useful_each, self.serving)
 
-    def _room(self, useful_each: float, serving: int) -> int:
-        """The same, where the weights after `serving` steps are in service."""
+    def _num_may_begin(self, useful_each: float, serving: int) -> int:
+        """The same, for the case that policy version `serving` is in service."""
         steps = min(self._bound + 1 - (self.step - serving), self._num_steps - self.step)
         places = math.ceil(max(0, steps) * self._wanted / useful_each)
-        return max(0, places - len(self.under_way) - sum(one.num_task > 0 for one in self._waiting.values()))
+        return max(
+            0, places - len(self.under_way) - sum(unit.num_task > 0 for unit in self._waiting.values())
+        )
 
     def begin(self, number: int) -> None:
-        """A group is sampled from now on."""
+        """Marks a group as under way."""
         self.under_way[number] = self.serving
 
     def put(
@@ -157,8 +157,7 @@ class GroupBuffer:
         fork: Group | None = None,
         fork_signal: Signal = Signal.NONE,
     ) -> None:
-        """A group is whole, and the one of its fork. What was put before is replaced: a late member has
-        joined it."""
+        """Adds a finished group and its fork's; replaces an earlier version if a late member has joined."""
         began = self.under_way.pop(number, None)
         if began is not None:
             self._num_finished += 1 if fork is None else 2
@@ -166,15 +165,15 @@ class GroupBuffer:
         else:
             fallback = self._waiting[number].oldest_step
         oldest = oldest_step(_joined(group, fork), fallback)
-        waiting = Waiting(number, group, signal, oldest, fork, fork_signal)
-        if not waiting.is_trained:
+        finished = FinishedGroups(number, group, signal, oldest, fork, fork_signal)
+        if not finished.is_trained:
             self._waiting.pop(number, None)
-            self._next.dropped.append(waiting)
+            self._next.dropped.append(finished)
         else:
-            self._waiting[number] = waiting
+            self._waiting[number] = finished
 
-    def holds(self, number: int) -> bool:
-        """Whether a group waits to be trained on."""
+    def is_waiting(self, number: int) -> bool:
+        """Whether the group of this number waits to be trained on."""
         return number in self._waiting
 
     @property
@@ -184,79 +183,79 @@ class GroupBuffer:
 
     @property
     def waits_for_oldest(self) -> bool:
-        """Whether the next step must wait for a group under way, which a later step could not train."""
+        """Whether the next step must wait for a group under way that later steps would find too old."""
         if self._mask or not self.under_way:
             return False
         return next(iter(self.under_way.values())) + self._bound <= self.step
 
     @property
     def lacks_only_oldest(self) -> bool:
-        """Whether the next step has enough groups, and waits all the same."""
+        """Whether the next step has enough groups and waits only for the oldest one."""
         return self._has_enough and self.waits_for_oldest
 
     @property
     def _has_enough(self) -> bool:
         if self._num_finished >= self._most_finished:
             return True
-        if 2 * len(self._waiting) < self._wanted:  # asked for whenever a session ends: mostly this is all
+        if 2 * len(self._waiting) < self._wanted:  # called whenever a session ends: mostly this decides
             return False
-        usable = (one for one in self._waiting.values() if self._mask or not self._too_old(one))
-        return sum(one.num_task for one in usable) >= self._wanted
+        usable = (unit for unit in self._waiting.values() if self._mask or not self._is_too_old(unit))
+        return sum(unit.num_task for unit in usable) >= self._wanted
 
     def is_ready(self, useful_each: float, more_tasks: bool = True) -> bool:
-        """Whether the next step has its groups. `more_tasks`: whether there is a task for another group."""
+        """Whether the next step can be taken. `more_tasks`: whether there is a task for another group."""
         if self.waits_for_oldest:
             return False
         if self._has_enough:
             return True
-        # Nothing is under way and nothing will begin, not even when the newest weights are in service, which
-        # may still be on their way: the step goes on with what there is.
-        return not self.under_way and not (more_tasks and self._room(useful_each, self.step))
+        # Nothing is under way and nothing will begin, not even once the newest weights, which may still be
+        # being published, are in service: the step is taken with fewer groups.
+        return not self.under_way and not (more_tasks and self._num_may_begin(useful_each, self.step))
 
-    def take(self) -> Taken:
-        """The groups of the next step, the oldest first; those beyond `groups_per_step` that no later step
-        could train come with them."""
-        taken, self._next = self._next, Taken()
-        waiting = sorted(self._waiting.values(), key=lambda one: (one.oldest_step, one.number))
+    def pop_step(self) -> StepGroups:
+        """Removes and returns the groups of the next step, chosen oldest first, with those beyond
+        `groups_per_step` that no later step could train. Advances `step`."""
+        popped, self._next = self._next, StepGroups()
+        waiting = sorted(self._waiting.values(), key=lambda unit: (unit.oldest_step, unit.number))
         num_task = 0
-        for one in waiting:
-            if self._too_old(one):
-                num_task += one.num_task if self._pass_bound(one, taken) else 0
-            elif not one.num_task or num_task < self._wanted or self._is_due(one):
-                num_task += one.num_task
-                taken.trained.append(one)
-                del self._waiting[one.number]
-        taken.trained.sort(key=lambda one: (not one.num_task, one.number))
-        for part in (taken.dropped, taken.stale):
-            part.sort(key=lambda one: one.number)
+        for unit in waiting:
+            if self._is_too_old(unit):
+                num_task += unit.num_task if self._remove_too_old(unit, popped) else 0
+            elif not unit.num_task or num_task < self._wanted or self._is_due(unit):
+                num_task += unit.num_task
+                popped.trained.append(unit)
+                del self._waiting[unit.number]
+        popped.trained.sort(key=lambda unit: (not unit.num_task, unit.number))
+        for part in (popped.dropped, popped.stale):
+            part.sort(key=lambda unit: unit.number)
         self.step += 1
         self._num_finished = 0
-        return taken
+        return popped
 
-    def _is_due(self, one: Waiting) -> bool:
-        return one.oldest_step + self._bound <= self.step
+    def _is_due(self, unit: FinishedGroups) -> bool:
+        return unit.oldest_step + self._bound <= self.step
 
-    def _too_old(self, one: Waiting) -> bool:
-        return one.oldest_step + self._bound < self.step
+    def _is_too_old(self, unit: FinishedGroups) -> bool:
+        return unit.oldest_step + self._bound < self.step
 
-    def _pass_bound(self, one: Waiting, taken: Taken) -> bool:
-        """Takes out a group that is past the bound: masked as far as it is, or given up. Whether it is
-        trained on."""
-        del self._waiting[one.number]
+    def _remove_too_old(self, unit: FinishedGroups, popped: StepGroups) -> bool:
+        """Removes a group that is past the bound: to be trained on with its old tokens masked, if that is
+        allowed and leaves any, else as stale. Returns whether it is trained on."""
+        del self._waiting[unit.number]
         if self._mask:
-            young = self._masked(one)
-            if left := young.num_sampled_tokens:
-                taken.masked_tokens += one.num_sampled_tokens - left
-                taken.trained.append(young)
+            masked = self._masked(unit)
+            if num_left := masked.num_sampled_tokens:
+                popped.masked_tokens += unit.num_sampled_tokens - num_left
+                popped.trained.append(masked)
                 return True
-        taken.stale.append(one)
+        popped.stale.append(unit)
         return False
 
-    def _masked(self, one: Waiting) -> Waiting:
-        """With every token that is too old as context."""
+    def _masked(self, unit: FinishedGroups) -> FinishedGroups:
+        """The unit with every token that is too old turned into context."""
         oldest = self.step - self._bound
-        fork = one.fork and mask_stale(one.fork, oldest)
-        return replace(one, group=mask_stale(one.group, oldest), oldest_step=oldest, fork=fork)
+        fork = unit.fork and mask_stale(unit.fork, oldest)
+        return replace(unit, group=mask_stale(unit.group, oldest), oldest_step=oldest, fork=fork)
 
 
 def oldest_step(group: Group, otherwise: int) -> int:
@@ -265,24 +264,24 @@ def oldest_step(group: Group, otherwise: int) -> int:
     return min(versions, default=otherwise)
 
 
-def trained_groups(taken: Taken) -> tuple[Group, ...]:
-    """What a step trains on: first the groups whose verdicts differ, then those of one verdict."""
-    groups = [pair for one in taken.trained for pair in one.groups]
+def trained_groups(popped: StepGroups) -> tuple[Group, ...]:
+    """Groups that a step trains on: first those whose verdicts differ, then those of equal verdicts."""
+    groups = [pair for unit in popped.trained for pair in unit.groups]
     trained = [signal for signal in Signal if signal is not Signal.NONE]
     return tuple(g for wanted in trained for g, signal in groups if signal is wanted)
 
 
-def dropped_groups(taken: Taken) -> tuple[Group, ...]:
-    """Groups without a signal, those beside one that has some included."""
-    beside = (group for one in taken.trained for group, signal in one.groups if signal is Signal.NONE)
-    return (*groups_of(taken.dropped), *beside)
+def dropped_groups(popped: StepGroups) -> tuple[Group, ...]:
+    """Groups without a signal, including those whose fork, or whose forked group, has one."""
+    partners = (group for unit in popped.trained for group, signal in unit.groups if signal is Signal.NONE)
+    return (*all_groups(popped.dropped), *partners)
 
 
-def groups_of(waiting: Sequence[Waiting]) -> tuple[Group, ...]:
-    """All of the groups."""
-    return tuple(group for one in waiting for group, _ in one.groups)
+def all_groups(units: Sequence[FinishedGroups]) -> tuple[Group, ...]:
+    """Task groups and fork groups in one sequence."""
+    return tuple(group for unit in units for group, _ in unit.groups)
 
 
 def _joined(group: Group, fork: Group | None) -> Group:
-    """All sessions of both, where ages are asked for."""
+    """A group with the sessions of both, to compute their age."""
     return group if fork is None else replace(group, members=(*group.members, *fork.members))

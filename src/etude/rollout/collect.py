@@ -1,7 +1,7 @@
-"""Collecting groups: eight sessions from one task, judged against each other.
+"""Synchronous collection of groups: sessions of one task, whose rewards are compared with each other.
 
-This is the synchronous way: a step's groups are sampled in rounds, and all of their sessions have ended when
-the step is trained. `continuous.py` has the other one.
+A step's groups are sampled in rounds, and all of their sessions have ended when the step is trained.
+`continuous.py` collects while the trainer trains.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ class Collected:
     """One step's groups."""
 
     trained: tuple[Group, ...]
-    """Groups that carry a signal: first those whose verdicts differ, then those that were solved or failed as
-    a whole and teach something all the same."""
+    """Groups that carry a signal: first those whose verdicts differ, then those whose verdicts are equal and
+    whose prices or form differ."""
     dropped: tuple[Group, ...] = field(default=())
-    """Groups that teach nothing, and those that a step had no place for; kept for the record."""
+    """Groups without a signal, and those beyond what a step needs; kept for the record."""
     stale: tuple[Group, ...] = field(default=())
     """Groups that were too old to be trained on, kept for the record."""
     figures: Mapping[str, float] = field(default_factory=dict[str, float])
-    """What the collector has to say of the time since the last step."""
+    """The collector's metrics since the last step."""
     exhausted: bool = False
-    """Whether no task is left, and no group of one."""
+    """Whether there are no more tasks, and no groups under way or waiting."""
 
     @property
     def trajectories(self) -> list[Trajectory]:
@@ -54,33 +54,33 @@ class Collected:
 
 
 class Collector(Protocol):
-    """Gives the trainer its groups, step by step."""
+    """Collects the groups of each training step."""
 
     state: CollectorState
 
     def running(
         self, log: TrajectoryLog, first_step: int, num_steps: int
     ) -> AbstractAsyncContextManager[None]:
-        """Within it steps `first_step` to `num_steps` - 1 are collected; sessions that are under way at its
-        end are cancelled. `log`: where groups are kept."""
+        """Context in which steps `first_step` to `num_steps` - 1 are collected; sessions that still run at
+        its end are cancelled. `log`: stores the groups."""
         ...
 
-    def in_service(self, step: int) -> None:
-        """Says that the weights after so many steps are those that sample."""
+    def on_weights_served(self, step: int) -> None:
+        """Called when the weights after `step` steps have come into service: they sample from now on."""
         ...
 
     async def collect(self) -> Collected:
-        """The groups of the next step. `state` is then that from which a resumed run goes on after it."""
+        """Returns the groups of the next step. `state` is then that from which a resumed run continues."""
         ...
 
 
 class GroupCollector:
     """Samples groups until enough of them carry a signal.
 
-    Where the task's verdict is the same for all members, the group says nothing about how to solve it: it is
-    dropped, counted and replaced, unless its prices or its form teach something. More groups than needed are
-    asked for at once, by the share that was useful lately, because a second round would run half empty; those
-    that were not needed after all, the last in task order, are dropped as well.
+    A group whose members all have the same verdict says nothing about how to solve the task: it is dropped,
+    counted and replaced, unless its prices or form carry a signal. More groups than needed are sampled at
+    once, by the recent share of useful ones, because a second round would run half empty; the surplus, the
+    last in task order, is dropped as well.
     """
 
     def __init__(
@@ -101,18 +101,18 @@ class GroupCollector:
 
     @contextlib.asynccontextmanager
     async def running(self, log: TrajectoryLog, first_step: int, num_steps: int) -> AsyncIterator[None]:
-        """See Collector.running: there is nothing to begin or to end."""
+        """See Collector.running: nothing runs between steps."""
         yield
 
-    def in_service(self, step: int) -> None:
-        """See Collector.in_service: nothing is sampled but between two steps."""
+    def on_weights_served(self, step: int) -> None:
+        """See Collector.on_weights_served: sessions run within `collect` only, so there is nothing to do."""
 
     async def collect(self) -> Collected:
-        """See Collector.collect. In task order, sampled from whatever the sampler serves."""
+        """See Collector.collect. In task order, sampled by the version that the sampler serves."""
         wanted = self._config.groups_per_step
         trained: list[Group] = []
         dropped: list[Group] = []
-        beside: list[Group] = []
+        equal_verdicts: list[Group] = []
         counts: Counter[str] = Counter()
         curriculum = Curriculum(self._tasks, self._config.curriculum, self.state)
         for refill in range(1 + self._config.max_refill_rounds):
@@ -124,14 +124,14 @@ class GroupCollector:
                 break
             signals = [(group, signal_of(group, self._config)) for group in groups]
             by_signal = {signal: [g for g, found in signals if found is signal] for signal in Signal}
-            beside += by_signal[Signal.PRICE] + by_signal[Signal.FORM]
+            equal_verdicts += by_signal[Signal.PRICE] + by_signal[Signal.FORM]
             dropped += by_signal[Signal.NONE]
             trained += by_signal[Signal.TASK]
             if refill == 0:
                 share = len(by_signal[Signal.TASK]) / len(groups)
-                self.state.useful_share = learn_share(self.state.useful_share, share)
+                self.state.useful_share = update_share(self.state.useful_share, share)
         surplus = [as_surplus(group) for group in trained[wanted:]]
-        trained = [*trained[:wanted], *beside]
+        trained = [*trained[:wanted], *equal_verdicts]
         figures = {"surplus_groups": float(len(surplus)), **curriculum.figures()}
         figures |= fork_figures(trained, counts) if self._config.forks.share else {}
         return Collected(
@@ -139,12 +139,12 @@ class GroupCollector:
         )
 
     def _num_to_ask(self, missing: int) -> int:
-        """How many tasks to begin: with their forks they make more groups than there are tasks."""
+        """How many tasks to begin: with forks there are more groups than tasks."""
         groups_per_task = 1 + self._config.forks.share
         return math.ceil(missing / (expected_share(self.state.useful_share) * groups_per_task))
 
     async def _sample_groups(self, curriculum: Curriculum, count: int, counts: Counter[str]) -> list[Group]:
-        """The groups of the next `count` tasks, each followed by that of its fork, if it has one."""
+        """Samples the groups of the next `count` tasks, each followed by that of its fork, if it has one."""
         begun: list[tuple[int, Task]] = []
         while len(begun) < count and curriculum.has_next():
             begun.append(curriculum.begin())
@@ -158,7 +158,7 @@ class GroupCollector:
         played: list[tuple[int, Group]] = []
         for place, (number, _) in enumerate(begun):
             members = episodes[place * size : (place + 1) * size]
-            trajectories = tuple(one.trajectory for one in members)
+            trajectories = tuple(episode.trajectory for episode in members)
             weight = self.state.price.weight
             group = Group(f"{self._run}/g{number}", "task", size, trajectories, price_weight=weight)
             played.append((number, group))
@@ -171,10 +171,10 @@ class GroupCollector:
 
 
 def expected_share(useful_share: float) -> float:
-    """The share of groups that is counted on to be useful: never so few that far too many are asked for."""
+    """The share of groups expected to be useful, bounded from below so that not far too many are sampled."""
     return max(useful_share, 1 / MAX_OVERSAMPLING)
 
 
-def learn_share(known: float, seen: float) -> float:
-    """The running share after one more step."""
-    return _SMOOTHING * known + (1 - _SMOOTHING) * seen
+def update_share(average: float, measured: float) -> float:
+    """The running average after one more step."""
+    return _SMOOTHING * average + (1 - _SMOOTHING) * measured

@@ -1,19 +1,20 @@
-"""Collecting groups while the trainer is at it.
+"""Asynchronous collection: groups are sampled while the trainer trains.
 
-    admit: room by staleness, slots ── begin ── members run ── whole ── log (fsync) ── buffer
-             ^                                     |  ^                                   |
-             |                     new weights ────┘  └ stragglers: aborted, carried      v
-             └───────────── in_service <── publish <── train <── collect (waits) <────── take
+    admit: by staleness, slots ── begin ── members run ── finished ── log (fsync) ── buffer
+             ^                                |  ^                                      |
+             |                new weights ────┘  └ stragglers: aborted, carried         v
+             └──── on_weights_served <── publish <── train <── collect (waits) <─── pop_step
 
-Sessions go on over weight updates: their tokens carry the versions that sampled them. `collect` waits until a
-step has its groups, and for groups under way that no later step could train.
+Sessions continue across weight updates: their tokens carry the versions that sampled them. `collect` waits
+until a step has its groups, and for groups under way that no later step could train.
 
-A group one of whose sessions is forked is one unit with the group of the fork: places for siblings are kept
-from its beginning, it is whole when both are, and both are trained in one step.
+A group one of whose sessions is forked is one unit with the group of the fork: slots for the siblings are
+reserved when it begins, it is finished when both groups are, and both are trained in one step.
 
-On a reproducible schedule (`PacedSampler`) everything is decided in `turn`, between two engine steps that
-the engine's clock names: an episode counts as ended when the schedule has taken note of its sessions, and no
-step is taken while the trainer is at it. So two runs are equal, however long tools and graders take.
+On a reproducible schedule (`PacedSampler`) everything is decided in `before_next_step`, between two engine
+steps with fixed numbers: an episode counts as ended when the schedule has recorded the ends of its sessions,
+and the engine takes no step while the trainer is working. So two runs are equal, however long tools and
+graders take.
 """
 
 from __future__ import annotations
@@ -35,31 +36,32 @@ from etude.environment.runners import Player
 from etude.kit.tasks import Tasks, start_watched
 from etude.protocols import PacedSampler, Sampler
 from etude.records import Group, Status, Task
-from etude.rollout.buffer import GroupBuffer, Taken, dropped_groups, groups_of, trained_groups
-from etude.rollout.collect import MAX_OVERSAMPLING, Collected, expected_share, learn_share
+from etude.rollout.buffer import GroupBuffer, StepGroups, all_groups, dropped_groups, trained_groups
+from etude.rollout.collect import MAX_OVERSAMPLING, Collected, expected_share, update_share
+from etude.rollout.collector_metrics import CollectorMetrics
 from etude.rollout.curriculum import CollectorState, Curriculum, TaskSource
 from etude.rollout.forks import Members, fork_group
-from etude.rollout.kept import Kept, read_kept
-from etude.rollout.noted import NotedEnds
-from etude.rollout.tally import Tally
+from etude.rollout.paced_episodes import PacedEpisodes
+from etude.rollout.stored_groups import StoredGroups, read_stored_groups
 from etude.store.trajectories import TrajectoryLog
 
 
 @dataclass(slots=True, eq=False)
 class _Running:
-    """A group that was begun."""
+    """A group that has begun."""
 
     number: int
     task: Task
     views: list[MemberSampler]
-    """One per member that was asked for."""
+    """One per member."""
     sessions: dict[int, asyncio.Task[None]] = field(default_factory=dict[int, "asyncio.Task[None]"])
-    """Members that have not come yet, by index."""
+    """Members that have not finished, by index."""
     members: dict[int, ForkedEpisode] = field(default_factory=dict[int, ForkedEpisode])
+    """Members that have, by index."""
 
     @property
     def num_graded(self) -> int:
-        return sum(one.trajectory.status is not Status.INFRASTRUCTURE for one in self.members.values())
+        return sum(e.trajectory.status is not Status.INFRASTRUCTURE for e in self.members.values())
 
 
 class ContinuousCollector:
@@ -76,8 +78,7 @@ class ContinuousCollector:
         max_sessions: int,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`max_sessions`: so many run at once at most, or those of one group if that is more. `clock`: in
-        seconds, for the figures only."""
+        """`max_sessions`: most that run at once; one group always may. `clock`: in seconds, for metrics."""
         self.state = CollectorState()
         self._members = Members(environment, config, run, seed, tasks)
         self._sampler = sampler
@@ -86,29 +87,29 @@ class ContinuousCollector:
         self._run = run
         self._max_sessions = max_sessions
         self._serving = 0
-        self._tally = Tally(clock)
+        self._metrics = CollectorMetrics(clock)
         self._log: TrajectoryLog | None = None
-        """None where nothing is collected; then these three mean nothing either."""
+        """None outside of `running`; the next three attributes are valid within it only."""
         self._buffer: GroupBuffer
         self._curriculum: Curriculum
-        self._kept: dict[int, Kept]
+        self._stored: dict[int, StoredGroups]
         self._running: dict[int, _Running] = {}
-        """Groups of which sessions run, by number."""
+        """Groups with running sessions, by number."""
         self._num_sessions = 0
-        """That run, or that will: siblings of a session that is to be forked count from its beginning."""
+        """Occupied slots: of running sessions and of the siblings of sessions that will be forked."""
         self._ending = Tasks()
-        """Sessions that were cancelled and still tidy up."""
-        self._ends = NotedEnds()
+        """Sessions that were cancelled and are still cleaning up."""
+        self._paced = PacedEpisodes()
         self._failure: BaseException | None = None
         self._changed = asyncio.Event()
-        self._calm = asyncio.Event()
-        """Set while the trainer waits for what is not there yet."""
+        self._trainer_waits = asyncio.Event()
+        """Set while the trainer waits for groups that are not finished."""
 
     # ---- Collector ------------------------------------------------------------------------------
 
     @contextlib.asynccontextmanager
     async def running(self, log: TrajectoryLog, first_step: int, num_steps: int) -> AsyncIterator[None]:
-        """See Collector.running. Groups that are in the log, and not resolved, are not sampled again."""
+        """See Collector.running. Groups in the log that are not resolved are not sampled again."""
         config = self._config
         most = (1 + config.max_refill_rounds) * math.ceil(MAX_OVERSAMPLING * config.groups_per_step)
         self._log = log
@@ -121,88 +122,88 @@ class ContinuousCollector:
             config.stale == "mask",
         )
         self._buffer.serving = self._serving
-        self._kept = read_kept(log, self.state, first_step - config.max_staleness)
+        self._stored = read_stored_groups(log, self.state, first_step - config.max_staleness)
         self._curriculum = Curriculum(self._tasks, config.curriculum, self.state)
         if isinstance(self._sampler, PacedSampler):
-            self._ends.is_paced = self._sampler.set_pace(self)
+            self._paced.is_paced = self._sampler.set_pace(self)
         try:
-            with _rare_collections():
+            with _rare_garbage_collection():
                 yield
         finally:
             if isinstance(self._sampler, PacedSampler):
                 self._sampler.set_pace(None)
             self._log = None
-            self._ends.clear()
-            self._calm.set()
+            self._paced.clear()
+            self._trainer_waits.set()
             await self._cancel_all()
 
-    def in_service(self, step: int) -> None:
+    def on_weights_served(self, step: int) -> None:
         self._serving = step
         if self._log is not None:
             self._buffer.serving = step
             self._advance()
 
     async def collect(self) -> Collected:
-        """See Collector.collect. Raises what a session raised, if one did that should not have."""
+        """See Collector.collect. Raises the unexpected error of a session, if there was one."""
         self._advance()
         while not self._is_ready():
-            self._calm.set()
+            self._trainer_waits.set()
             self._changed.clear()
             await self._changed.wait()
-        self._calm.clear()
+        self._trainer_waits.clear()
         if self._failure is not None:
             raise self._failure
-        taken = self._buffer.take()
-        for waiting in (*taken.trained, *taken.stale):
+        popped = self._buffer.pop_step()
+        for waiting in (*popped.trained, *popped.stale):
             self._abort_stragglers(waiting.number)
-        self._learn(taken)
-        figures = self._tally.take(taken, with_forks=self._config.forks.share > 0)
+        self._resolve(popped)
+        figures = self._metrics.pop_figures(popped, with_forks=self._config.forks.share > 0)
         figures |= self._curriculum.figures()
-        if not self._ends.is_paced:  # there no step is taken until the next weights are in service
+        if not self._paced.is_paced:  # else the engine takes no step until the next weights are served
             self._advance()
         exhausted = self._curriculum.is_over and self._buffer.is_empty
         return Collected(
-            trained_groups(taken), dropped_groups(taken), groups_of(taken.stale), figures, exhausted
+            trained_groups(popped), dropped_groups(popped), all_groups(popped.stale), figures, exhausted
         )
 
     # ---- Pace -----------------------------------------------------------------------------------
 
-    def ended(self, session_id: str) -> None:
-        if (arrive := self._ends.note(session_id)) is not None:
-            self._guard(arrive)
+    def on_session_ended(self, session_id: str) -> None:
+        if (on_counted := self._paced.record_end(session_id)) is not None:
+            self._guard(on_counted)
 
-    async def turn(self) -> None:
-        """See Pace.turn: groups begin, stragglers end, and the trainer takes its step, if it can."""
+    async def before_next_step(self) -> None:
+        """See Pace.before_next_step: groups begin, stragglers end, the trainer takes a step if it can."""
         self._guard(self._advance)
-        while self._ending or not self._calm.is_set():
+        while self._ending or not self._trainer_waits.is_set():
             if self._ending:
                 await self._ending.wait()
             else:
-                await self._calm.wait()
-        await asyncio.sleep(0)  # sessions that were begun are opened before the next step
+                await self._trainer_waits.wait()
+        await asyncio.sleep(0)  # new sessions are opened before the next step
 
-    def stopped(self) -> None:
-        """See Pace.stopped: from now on episodes count as ended when they end."""
-        for arrive in (*self._ends.stop(), self._advance):
-            self._guard(arrive)
+    def on_schedule_ended(self) -> None:
+        """See Pace.on_schedule_ended: from now on episodes count as soon as they finish."""
+        for callback in (*self._paced.stop_pacing(), self._advance):
+            self._guard(callback)
 
     # ---- admission ------------------------------------------------------------------------------
 
     def _advance(self) -> None:
-        """Begins what may begin, and wakes the trainer if its groups are there."""
+        """Begins as many groups as may begin, and wakes the trainer if its step can be taken."""
         while not (blocked_by := self._blocked_by()):
             self._begin()
-        lacks_oldest = self._calm.is_set() and self._buffer.lacks_only_oldest
-        self._tally.note(self._num_sessions, blocked_by, lacks_oldest)
+        lacks_oldest = self._trainer_waits.is_set() and self._buffer.lacks_only_oldest
+        self._metrics.update_occupancy(self._num_sessions, blocked_by, lacks_oldest)
         if self._is_ready():
-            self._calm.clear()
+            self._trainer_waits.clear()
             self._changed.set()
 
     def _blocked_by(self) -> str:
-        """What another group has to wait for; empty if it may begin."""
+        """Why no further group may begin; empty if one may."""
         if self._failure is not None:
             return "failure"
-        if not self._buffer.room(self._useful_each):
+        if not self._buffer.num_may_begin(self._useful_each):
             return "staleness"
         most = self._members.num_asked + (self._config.forks.size - 1 if self._config.forks.share else 0)
         if self._num_sessions and self._num_sessions + most > self._max_sessions:
@@ -211,11 +212,11 @@ class ContinuousCollector:
 
     @property
     def _useful_each(self) -> float:
-        """Groups with a signal that a number is expected to give, that of its fork included."""
+        """Groups with a signal expected of one task number, fork groups included."""
         return expected_share(self.state.useful_share) * (1 + self._config.forks.share)
 
-    def _places(self, number: int, index: int) -> int:
-        """Sessions that a member is counted for: one that is forked has ended when its siblings begin."""
+    def _num_slots(self, number: int, index: int) -> int:
+        """Slots that a member occupies: a forked session has ended by the time its siblings begin."""
         return self._config.forks.size if self._members.is_forked(number, index) else 1
 
     def _is_ready(self) -> bool:
@@ -225,73 +226,73 @@ class ContinuousCollector:
     def _begin(self) -> None:
         number, task = self._curriculum.begin()
         self._buffer.begin(number)
-        kept = self._kept.pop(number, None)
-        if kept is not None:
-            self._tally.found_in_log()
-            self._put(number, kept.task, kept.fork)
+        stored = self._stored.pop(number, None)
+        if stored is not None:
+            self._metrics.count_from_log()
+            self._put(number, stored.task, stored.fork)
             return
         asked = range(self._members.num_asked)
-        views = [self._ends.view(self._sampler) for _ in asked]
+        views = [self._paced.new_view(self._sampler) for _ in asked]
         running = self._running[number] = _Running(number, task, views)
         for index in asked:
-            self._num_sessions += self._places(number, index)
+            self._num_sessions += self._num_slots(number, index)
             running.sessions[index] = start_watched(self._episode(running, index), self._fail)
 
     async def _episode(self, running: _Running, index: int) -> None:
         view = running.views[index]
         try:
             episode = await self._members.play(running.task, running.number, index, view)
-            arrive = functools.partial(self._arrive, running, index, episode)
-            waits = self._ends.hold(view, arrive)
+            on_counted = functools.partial(self._add_member, running, index, episode)
+            waits = self._paced.hold_back(view, on_counted)
         finally:
             view.end()
         if self._log is not None and not waits:
-            arrive()
+            on_counted()
             self._advance()
 
-    def _guard(self, work: Callable[[], None]) -> None:
-        """Does what the schedule calls for: what fails there is ours, and no failure of the engine."""
+    def _guard(self, callback: Callable[[], None]) -> None:
+        """Runs a callback for the schedule: its error is the collector's and must not stop the engine."""
         try:
-            work()
+            callback()
         except Exception as error:
             self._fail(error)
 
     def _fail(self, error: BaseException) -> None:
-        """Has `collect` raise the error."""
+        """Makes `collect` raise the error."""
         self._failure = self._failure or error
-        self._calm.clear()
+        self._trainer_waits.clear()
         self._changed.set()
 
     # ---- members and groups ---------------------------------------------------------------------
 
-    def _arrive(self, running: _Running, index: int, episode: ForkedEpisode) -> None:
-        """A member has come; what comes after it was given up is left out."""
+    def _add_member(self, running: _Running, index: int, episode: ForkedEpisode) -> None:
+        """Adds a finished member to its group; one that was aborted is ignored."""
         if running.sessions.pop(index, None) is None:
             return
-        self._num_sessions -= self._places(running.number, index)
+        self._num_sessions -= self._num_slots(running.number, index)
         running.members[index] = episode
-        self._tally.came(episode)
-        if self._buffer.holds(running.number):
-            self._tally.carried()
-            self._keep(running)
+        self._metrics.add_episode(episode)
+        if self._buffer.is_waiting(running.number):
+            self._metrics.count_carried()
+            self._store(running)
         elif not running.sessions or running.num_graded >= self._config.group_size:
             self._complete(running)
 
     def _complete(self, running: _Running) -> None:
-        """Enough members are there: the group is whole, unless those who are late could give it a signal.
+        """Finishes a group that has enough members, unless late members could give it a signal that it lacks.
 
-        It never is without the one that is forked, whose episode takes longer than all others.
+        It always waits for the forked member, whose episode takes longer than all others.
         """
         if running.sessions and self._config.stragglers == "abort":
-            self._give_up(running)
+            self._abort_late(running)
         if any(self._members.is_forked(running.number, index) for index in running.sessions):
             return
         if running.sessions and signal_of(self._group(running), self._config) is Signal.NONE:
             return
-        self._keep(running)
+        self._store(running)
 
-    def _keep(self, running: _Running) -> None:
-        """Stores the group durably; only then it counts."""
+    def _store(self, running: _Running) -> None:
+        """Stores the group durably, and only then adds it to the buffer."""
         assert self._log is not None
         group = self._group(running)
         first = running.members.get(0)
@@ -314,17 +315,17 @@ class ContinuousCollector:
     def _abort_stragglers(self, number: int) -> None:
         running = self._running.pop(number, None)
         if running is not None:
-            self._give_up(running)
+            self._abort_late(running)
 
-    def _give_up(self, running: _Running) -> None:
-        """Ends the members that have not come, but for one that is forked."""
+    def _abort_late(self, running: _Running) -> None:
+        """Ends the members that have not finished, except a forked one."""
         late = [n for n in running.sessions if not self._members.is_forked(running.number, n)]
         if late:
-            rewards = (one.trajectory.reward for one in running.members.values())
-            self._tally.ended_without([reward.task for reward in rewards if reward is not None])
+            rewards = (episode.trajectory.reward for episode in running.members.values())
+            self._metrics.record_late_gap([reward.task for reward in rewards if reward is not None])
         for index in late:
             session = running.sessions.pop(index)
-            self._tally.aborted(running.views[index].num_tokens)
+            self._metrics.count_aborted(running.views[index].num_tokens)
             self._num_sessions -= 1
             if not session.done():
                 self._ending.add(session)
@@ -340,26 +341,26 @@ class ContinuousCollector:
             if isinstance(error, Exception) and error is not self._failure:
                 raise error
 
-    # ---- after a step is put together -----------------------------------------------------------
+    # ---- after a step's groups are chosen -------------------------------------------------------
 
-    def _learn(self, taken: Taken) -> None:
-        """The books as of this step: what it takes is resolved, whatever happens to it in training."""
-        resolved = [*taken.trained, *taken.dropped, *taken.stale]
-        self._curriculum.resolve((one.number, one.group) for one in resolved)
-        useful = sum(one.num_task for one in resolved)
+    def _resolve(self, popped: StepGroups) -> None:
+        """Updates the curriculum: the step's groups are resolved, whatever happens in training."""
+        resolved = [*popped.trained, *popped.dropped, *popped.stale]
+        self._curriculum.resolve((unit.number, unit.group) for unit in resolved)
+        useful = sum(unit.num_task for unit in resolved)
         if resolved:
-            share = useful / sum(len(one.groups) for one in resolved)
-            self.state.useful_share = learn_share(self.state.useful_share, share)
-        for one in taken.stale:
-            self._tally.dropped(one.group)
+            share = useful / sum(len(unit.groups) for unit in resolved)
+            self.state.useful_share = update_share(self.state.useful_share, share)
+        for unit in popped.stale:
+            self._metrics.add_stale(unit.group)
 
 
 @contextlib.contextmanager
-def _rare_collections() -> Iterator[None]:
-    """Python looks for cycles less often meanwhile.
+def _rare_garbage_collection() -> Iterator[None]:
+    """Makes Python's cyclic garbage collector run less often.
 
-    What sessions hold is alive as long as they are, so that a look finds next to nothing, and costs the more
-    the more of them there are: a third of the time of thousands.
+    Objects live as long as their session, so a collection frees next to nothing, and its cost grows with the
+    number of sessions: with thousands it took a third of the time.
     """
     before = gc.get_threshold()
     gc.set_threshold(20_000, 50, 100)

@@ -1,10 +1,10 @@
-"""Which task is played next.
+"""The curriculum: chooses which task is played next.
 
     numbers 0, 1, 2 ... ── passed over? ── look-ahead, longest first ── begun ── resolved
                        (task or level outside the band)
 
-A number names one task for good, is looked at once and never given out again, so no prompt comes twice, or,
-of a finite set (`EpochSource`), once in an epoch. Numbers that were begun and not resolved are `pending`: a
+A number always means the same task, is considered once and never played again, so no prompt is repeated, or,
+in a finite set (`EpochSource`), once per epoch. Numbers that were begun and not resolved are `pending`: a
 resumed run begins with them.
 """
 
@@ -23,14 +23,14 @@ from etude.rollout.epochs import EpochSource
 from etude.rollout.pricing import PriceState
 
 TaskSource = Callable[[int], Task]
-"""Task number -> task: the same number always gives the same task. An EpochSource may come to an end."""
+"""Task number -> task: the same number always gives the same task. An EpochSource may be finite."""
 
 _SMOOTHING = 0.8
 
 
 @dataclass(slots=True)
 class LevelRecord:
-    """How sessions on tasks of one level, or on one task, went lately."""
+    """Recent results of sessions on tasks of one level, or on one task."""
 
     num_groups: int = 0
     pass_rate: float = 0.0
@@ -38,40 +38,40 @@ class LevelRecord:
     tokens: float = 0.0
     """Running mean of a session's sampled tokens."""
     num_passed_over: int = 0
-    """Tasks that the band has met outside of it, those played as probes included."""
+    """Tasks that were outside the pass band, including those played all the same as probes."""
 
 
 @dataclass(slots=True)
 class CollectorState:
-    """What a resumed run needs to go on with the very tasks that come next. Plain values."""
+    """State from which a resumed run continues with the same tasks. Plain values, stored in checkpoints."""
 
     next_task: int = 0
-    """The first number that was never looked at."""
+    """The first number that was not considered yet."""
     useful_share: float = 1.0
     """Running share of groups with variance: how many groups to ask for at once."""
     pending: list[int] = field(default_factory=list[int])
     """Smaller numbers that are neither trained on nor dropped, in the order in which they are to be begun."""
     levels: dict[str, LevelRecord] = field(default_factory=dict[str, LevelRecord])
     tasks: dict[str, LevelRecord] = field(default_factory=dict[str, LevelRecord])
-    """The same of each task by id, where tasks come again and somebody asks."""
+    """The same for each task by id, for a finite set of which the curriculum selects or orders tasks."""
     num_passed_over: int = 0
-    """Numbers that were looked at and not played."""
+    """Numbers that were considered and not played."""
     source: str = ""
-    """Digest of the finite set that numbers stand for; empty where there is none."""
+    """Digest of the finite set of tasks; empty where there is none."""
     price: PriceState = field(default_factory=PriceState)
 
     def __post_init__(self) -> None:
-        """Takes records as a checkpoint holds them, too."""
+        """Converts records from the dictionaries of a checkpoint."""
         self.levels, self.tasks = _records(self.levels), _records(self.tasks)
         if isinstance(self.price, dict):
             self.price = PriceState(**cast("dict[str, Any]", self.price))
 
 
 class Curriculum:
-    """Hands out task numbers, and learns from what became of them. Changes `state`."""
+    """Hands out task numbers and records their results. Changes `state`."""
 
     def __init__(self, tasks: TaskSource, config: CurriculumConfig, state: CollectorState) -> None:
-        """Raises ConfigError where `state` is of another set of tasks."""
+        """Raises ConfigError if `state` belongs to another set of tasks."""
         self._tasks = tasks
         self._finite = tasks if isinstance(tasks, EpochSource) else None
         self._config = config
@@ -79,18 +79,18 @@ class Curriculum:
         self._selects = config.pass_band != (0.0, 1.0)
         self._check_source()
         self._ahead: deque[tuple[int, Task]] = deque((number, tasks(number)) for number in state.pending)
-        """Looked at and not begun."""
+        """Chosen and not begun."""
         self._begun: dict[int, Task] = {}
         """Begun and not resolved, in order."""
 
     @property
     def is_over(self) -> bool:
-        """Whether no task is left, as far as has been looked."""
+        """Whether no task is left, as far as numbers have been considered."""
         end = self._finite.end if self._finite is not None else None
         return not self._ahead and end is not None and self._state.next_task >= end
 
     def has_next(self) -> bool:
-        """Whether there is a task to begin. Looks for it: ask when it may begin."""
+        """Whether there is a task to begin. Chooses it now if need be, so call it only when one may begin."""
         if not self._ahead:
             self._look_ahead()
         return bool(self._ahead)
@@ -101,17 +101,17 @@ class Curriculum:
             self._look_ahead()
         number, task = self._ahead.popleft()
         self._begun[number] = task
-        self._note_pending()
+        self._update_pending()
         return number, task
 
     def resolve(self, groups: Iterable[tuple[int, Group]]) -> None:
-        """These numbers are trained on or dropped; what their groups showed is learnt."""
+        """Records the results of numbers that were trained on or dropped."""
         for number, group in groups:
-            self._learn(self._begun.pop(number), group)
-        self._note_pending()
+            self._record_results(self._begun.pop(number), group)
+        self._update_pending()
 
     def figures(self) -> dict[str, float]:
-        """What there is to tell of tasks that come again, or are passed over."""
+        """Metrics: the epoch of a finite set, and tasks that were passed over."""
         figures: dict[str, float] = {}
         if self._finite is not None:
             figures["epoch"] = float(self._finite.epoch_of(max(0, self._state.next_task - 1)))
@@ -129,11 +129,11 @@ class Curriculum:
             )
         self._state.source = digest
 
-    def _note_pending(self) -> None:
+    def _update_pending(self) -> None:
         self._state.pending = [*self._begun, *(number for number, _ in self._ahead)]
 
     def _look_ahead(self) -> None:
-        """Takes the next numbers that are played, the one with the longest sessions first."""
+        """Chooses the next numbers to play, those with the longest sessions first."""
         chosen: list[tuple[float, int, Task]] = []
         while len(chosen) < self._config.longest_first and not self._ends_here(chosen):
             number = self._state.next_task
@@ -143,13 +143,13 @@ class Curriculum:
                 self._state.num_passed_over += 1
                 continue
             record = self._state.tasks.get(task.id) or self._state.levels.get(level_of(task))
-            # What nobody knows yet comes first, so that it is known soon.
+            # Tasks without a record come first, so that they soon have one.
             chosen.append((record.tokens if record is not None else float("inf"), number, task))
-        chosen.sort(key=lambda one: (-one[0], one[1]))
+        chosen.sort(key=lambda choice: (-choice[0], choice[1]))
         self._ahead.extend((number, task) for _, number, task in chosen)
 
     def _ends_here(self, chosen: list[tuple[float, int, Task]]) -> bool:
-        """Whether no number is left, or the next one is of another epoch than those chosen."""
+        """Whether no number is left, or the next one belongs to another epoch than those chosen."""
         if self._finite is None:
             return False
         number = self._state.next_task
@@ -158,7 +158,8 @@ class Curriculum:
         return bool(chosen) and self._finite.epoch_of(chosen[0][1]) != self._finite.epoch_of(number)
 
     def _passes_over(self, task: Task) -> bool:
-        """By the results of the task itself, and until there are some by those of its level."""
+        """Whether the task is outside the pass band: by its own results or, until there are enough, those of
+        its level. Counts it, and lets every `probe_every`-th through."""
         config = self._config
         record, least = self._state.tasks.get(task.id), config.min_groups_of_task
         if record is None or record.num_groups < least:
@@ -169,31 +170,31 @@ class Curriculum:
         record.num_passed_over += 1
         return record.num_passed_over % config.probe_every != 0
 
-    def _learn(self, task: Task, group: Group) -> None:
+    def _record_results(self, task: Task, group: Group) -> None:
         rewards = [reward for _, reward in graded_members(group)]
         if not rewards:
             return
         passed = sum(reward.task for reward in rewards) / len(rewards)
         tokens = sum(member.num_sampled_tokens for member in group.members) / len(group.members)
-        _learn_from(self._state.levels.setdefault(level_of(task), LevelRecord()), passed, tokens)
+        _update_record(self._state.levels.setdefault(level_of(task), LevelRecord()), passed, tokens)
         if self._finite is not None and (self._selects or self._config.longest_first > 1):
-            _learn_from(self._state.tasks.setdefault(task.id, LevelRecord()), passed, tokens)
+            _update_record(self._state.tasks.setdefault(task.id, LevelRecord()), passed, tokens)
 
 
-def _learn_from(record: LevelRecord, passed: float, tokens: float) -> None:
+def _update_record(record: LevelRecord, passed: float, tokens: float) -> None:
     old = _SMOOTHING if record.num_groups else 0.0
     record.num_groups += 1
     record.pass_rate = old * record.pass_rate + (1 - old) * passed
     record.tokens = old * record.tokens + (1 - old) * tokens
 
 
-def _records(given: Mapping[str, Any]) -> dict[str, LevelRecord]:
+def _records(saved: Mapping[str, Any]) -> dict[str, LevelRecord]:
     return {
         name: LevelRecord(**cast("dict[str, Any]", record)) if isinstance(record, dict) else record
-        for name, record in given.items()
+        for name, record in saved.items()
     }
 
 
 def level_of(task: Task) -> str:
-    """What tasks are alike by: their level, where they have one."""
+    """The task's level, or an empty string: tasks of one level share a record."""
     return str(task.metadata.get("level", ""))

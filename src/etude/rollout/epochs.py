@@ -20,15 +20,15 @@ _DIGEST_BYTES = 16
 
 
 class EpochSource:
-    """A TaskSource over tasks that come again. A pure function of (tasks, seed, number).
+    """A TaskSource over a finite set of tasks, repeated. A pure function of (tasks, seed, number).
 
-    An epoch's order hangs on the seed and the tasks' ids alone: not on how they are listed, nor on Python.
+    An epoch's order depends on the seed and the tasks' ids alone: not on how they are listed, nor on Python.
     """
 
     def __init__(self, tasks: Sequence[Task], seed: int, num_epochs: int = 0) -> None:
-        """`num_epochs`: after so many no task comes any more; 0: they come again and again.
+        """`num_epochs`: the source ends after so many; 0: never.
 
-        Raises TaskError where there is none, or two have one id.
+        Raises TaskError if there is no task, or two have the same id.
         """
         self._tasks = {task.id: task for task in tasks}
         if not self._tasks:
@@ -39,9 +39,9 @@ class EpochSource:
             raise TaskError("two tasks have this id", field="id", received=twice, fix="give each its own")
         self._seed = seed
         self.end: int | None = len(tasks) * num_epochs if num_epochs else None
-        """The first number that no task has; None: all have one."""
+        """The first number without a task; None: the source is endless."""
         self.digest = _digest_of(tasks)
-        """Of all tasks with their contents: what numbers mean hangs on it."""
+        """Digest of all tasks with their contents: if it is equal, numbers name the same tasks."""
         self._order = lru_cache(maxsize=2)(self._make_order)
 
     def __len__(self) -> int:
@@ -66,18 +66,18 @@ class EpochSource:
 
 
 def epoch_of(tasks: object, number: int) -> int:
-    """The epoch that a number of this source belongs to; 0 where tasks never come again."""
+    """The epoch that a number of this source belongs to; 0 where tasks are not repeated."""
     return tasks.epoch_of(number) if isinstance(tasks, EpochSource) else 0
 
 
 def _digest_of(tasks: Sequence[Task]) -> str:
     digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
-    for task in sorted(tasks, key=lambda one: one.id):
-        contents = {**asdict(task), "directory": None}  # it may lie elsewhere when a run is resumed
+    for task in sorted(tasks, key=lambda task: task.id):
+        contents = {**asdict(task), "directory": None}  # it may have moved when a run is resumed
         digest.update(json.dumps(contents, sort_keys=True, default=_name_of_bytes).encode())
     return digest.hexdigest()
 
 
 def _name_of_bytes(data: bytes) -> str:
-    """What stands for the archive of a task's own tests."""
+    """Represents the archive of a task's own tests by its digest."""
     return hashlib.blake2b(data, digest_size=_DIGEST_BYTES).hexdigest()

@@ -1,8 +1,8 @@
-"""Groups of sessions that left one session in its middle.
+"""Fork groups: sessions that branch off one session of a task's group at one of its turns.
 
-Group number n has the sessions of its task; its first is forked where the share of forked groups says so. The
-fork's members are the siblings alone, with numbers of their own behind the group's: the turn is chosen from
-what the forked session did, so its own end would make the group's comparison biased.
+In the configured share of groups the first session is forked. The fork's members are the siblings alone, with
+indices after the group's own: the turn is chosen from what the forked session did, so including its own
+ending would bias the comparison within the group.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from etude.config import ForkConfig, RlConfig
-from etude.environment.fork_groups import ForkedEpisode, ForkPlan, Place
+from etude.environment.fork_groups import ForkedEpisode, ForkPlan, SiblingSpec
 from etude.environment.runners import Order, Player
 from etude.protocols import Sampler
 from etude.records import Group, SamplingParams, Status, Task, TrajectoryId
@@ -28,10 +28,10 @@ _COUNTED = (
     "fork_prefix_tokens",
     "fork_prefix_cached_tokens",
 )
-"""Called with every step, whether there was any or not."""
+"""Reported for every step, even without a fork."""
 
 _CHOICE = 1 << 20
-"""In a key of noise, behind a session's: a use that no session has."""
+"""Last part of the random key that chooses a turn; no session index is so large."""
 
 
 def is_forked(number: int, share: float) -> bool:
@@ -42,7 +42,7 @@ def is_forked(number: int, share: float) -> bool:
 def plan_fork(identity: TrajectoryId, config: ForkConfig, group_size: int, seed: int) -> ForkPlan:
     """The fork of a group's session. A function of its arguments: a resumed run plans the same."""
     siblings = (replace(identity, index=group_size + n) for n in range(config.size))
-    places = tuple(Place(one, (seed, one.group, one.index)) for one in siblings)
+    places = tuple(SiblingSpec(sibling, (seed, sibling.group, sibling.index)) for sibling in siblings)
     return ForkPlan(config.turn, places, (seed, identity.group, _CHOICE))
 
 
@@ -56,11 +56,11 @@ class Members:
     """Name of the run."""
     seed: int
     tasks: TaskSource
-    """Where they come from."""
+    """The source of the tasks."""
 
     @property
     def num_asked(self) -> int:
-        """Sessions that a group begins; a fork's are numbered behind them."""
+        """Sessions that a group begins; indices of a fork's sessions follow theirs."""
         return self.config.group_size + self.config.extra_members
 
     def is_forked(self, number: int, index: int) -> bool:
@@ -68,7 +68,7 @@ class Members:
         return index == 0 and is_forked(number, self.config.forks.share)
 
     async def play(self, task: Task, number: int, index: int, sampler: Sampler) -> ForkedEpisode:
-        """One member, with what left it in its middle, if it is to be forked."""
+        """Plays one member, with its siblings if it is to be forked."""
         identity = TrajectoryId(self.run, task.id, epoch_of(self.tasks, number), number, index)
         params = SamplingParams(temperature=self.config.temperature)
         order = Order(task, identity, (self.seed, number, index), params, training=True)
@@ -79,25 +79,25 @@ class Members:
 
 
 def fork_group(group: Group, episode: ForkedEpisode, size: int) -> Group | None:
-    """The group of a fork, beside that of its task; None where none was made."""
+    """The group of a fork's siblings; None if no fork was made. `group`: that of the forked session."""
     if episode.origin is None:
         return None
     return Group(f"{group.id}+fork", "fork", size, episode.siblings, episode.origin, group.price_weight)
 
 
 def count_fork(episode: ForkedEpisode, counts: Counter[str]) -> None:
-    """Notes what became of a fork, where one was asked for."""
+    """Adds the outcome of a fork, if one was requested, to `counts`."""
     if episode.refused is not None:
         counts[f"forks_refused_{episode.refused}"] += 1
     if episode.origin is not None:
         siblings = episode.siblings
         counts["forks"] += 1
         counts["fork_sessions"] += len(siblings)
-        counts["fork_sessions_failed"] += sum(one.status is Status.INFRASTRUCTURE for one in siblings)
-        counts["fork_tokens"] += sum(one.num_sampled_tokens for one in siblings)
-        asked = [one for one in siblings if one.facts["fork_cached_tokens"] is not None]
-        counts["fork_prefix_tokens"] += sum(one.facts["fork_prefix_tokens"] for one in asked)
-        counts["fork_prefix_cached_tokens"] += sum(one.facts["fork_cached_tokens"] for one in asked)
+        counts["fork_sessions_failed"] += sum(sibling.status is Status.INFRASTRUCTURE for sibling in siblings)
+        counts["fork_tokens"] += sum(sibling.num_sampled_tokens for sibling in siblings)
+        measured = [sibling for sibling in siblings if sibling.facts["fork_cached_tokens"] is not None]
+        counts["fork_prefix_tokens"] += sum(sibling.facts["fork_prefix_tokens"] for sibling in measured)
+        counts["fork_prefix_cached_tokens"] += sum(s.facts["fork_cached_tokens"] for s in measured)
 
 
 def fork_figures(trained: Sequence[Group], counts: Counter[str]) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""What has been collected is not lost: the trajectory log, arrays kept beside it, and ATIF in and out."""
+"""Durable storage of trajectories: the log, blob stores for large arrays, and import and export of ATIF."""
 
 from etude.store.atif import ATIF_VERSION as ATIF_VERSION
 from etude.store.atif import trajectory_to_atif as trajectory_to_atif

@@ -1,17 +1,17 @@
-"""Trajectories as ATIF, the Agent Trajectory Interchange Format of the Harbor project: written here.
+"""Writes trajectories as ATIF, the Agent Trajectory Interchange Format of the Harbor project.
 
-Each message of the agent is one `agent` step: its words, reasoning, calls and results, and in `metrics` the
+Each message of the agent is one `agent` step: its text, reasoning, calls and results, and in `metrics` the
 token ids that the engine saw before it (`prompt_token_ids`), those it sampled (`completion_token_ids`) and
-their `logprobs`. Contexts of a chain, forks and rewrites follow each other; what a context begins with is a
-step of the `user` or the `system`, and the first step of each context says in `extra.etude` where it came
-from. Sub-agents are `subagent_trajectories`, referred to from the step that they left.
+their `logprobs`. Contexts of a chain, forks and rewrites follow each other; a context begins with a step of
+the `user` or the `system`, and its first step has its origin in `extra.etude`. Sub-agents are
+`subagent_trajectories`, referred to from the step at which they branched off.
 
-What the format has no words for (masks, version spans, routes, the very tree) stands in the document's
+What the format cannot express (masks, version spans, routes, the tree of segments) is in the document's
 `extra.etude`, from which our own files are read back exactly (`etude.store.atif_reading`).
 
-Source: Harbor's RFC 0001, "Agent Trajectory Interchange Format", version 1.8; of what came after 1.4 it is
-`is_copied_context` (1.5) and embedded sub-agents, `extra` of calls and results and `llm_call_count` (1.7)
-that are used here.
+Source: Harbor's RFC 0001, "Agent Trajectory Interchange Format", version 1.8. Of the additions since 1.4
+these are used: `is_copied_context` (1.5), embedded sub-agents, `extra` of calls and results, and
+`llm_call_count` (1.7).
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from etude.records import Relation, Segment, Trajectory, Turn
 from etude.store.documents import array_document, trajectory_document
 
 ATIF_VERSION = "ATIF-v1.8"
-"""What is written; every version 1 is read."""
+"""The version that is written; every version 1 can be read."""
 
 Decode = Callable[[NDArray[np.int32]], str]
-"""Token ids as text: a trajectory holds what the agent read as tokens only."""
+"""Decodes token ids to text: a trajectory has the agent's input as tokens only."""
 
 Document = dict[str, Any]
 _SURROGATES = re.compile("[\ud800-\udfff]")
@@ -44,10 +44,10 @@ def trajectory_to_atif(
 ) -> Document:
     """The trajectory as an ATIF document of plain JSON values.
 
-    `instruction` becomes the first step, from the user. With `decode` what each context began with, and what
-    users said later, is written in full; without it these steps have no words.
+    `instruction` becomes the first step, from the user. With `decode` the beginning of each context and later
+    messages of users are written in full; without it these steps have no text.
     """
-    parts = _take_apart(trajectory)
+    parts = _split_by_agent(trajectory)
     writer = _Writer(trajectory, agent_version or "0", decode)
     root = writer.document(parts[0], instruction)
     agents = [writer.document(part, "") for part in parts[1:]]
@@ -69,14 +69,14 @@ class _Part:
     name: str
     segments: list[tuple[Segment, list[Turn]]] = field(default_factory=list[tuple[Segment, list[Turn]]])
     strays: list[Turn] = field(default_factory=list[Turn])
-    """Turns whose segment is not there."""
-    left: tuple[str, int] | None = None
-    """Where in its parent a sub-agent began."""
+    """Turns whose segment is missing."""
+    origin: tuple[str, int] | None = None
+    """(segment, offset) in its parent at which a sub-agent began."""
     agents: list[_Part] = field(default_factory=list["_Part"])
 
 
-def _take_apart(trajectory: Trajectory) -> list[_Part]:
-    """The main agent's part, then each sub-agent's. A segment goes with its parent if that came before."""
+def _split_by_agent(trajectory: Trajectory) -> list[_Part]:
+    """The main agent's part, then each sub-agent's. A segment joins its parent's part if that came before."""
     counts = Counter(_clean(segment.id) for segment in trajectory.segments)
     parts = [_Part(_clean(str(trajectory.id)))]
     owners: dict[str, _Part] = {}
@@ -87,8 +87,8 @@ def _take_apart(trajectory: Trajectory) -> list[_Part]:
         owner = owners.get(segment.parent[0], parts[0]) if segment.parent else parts[0]
         if segment.relation is Relation.SUBAGENT:
             name = _clean(segment.id)
-            taken = counts[name] > 1 or name == parts[0].name
-            part = _Part(f"{name}~{number}" if taken else name, left=segment.parent)
+            is_taken = counts[name] > 1 or name == parts[0].name
+            part = _Part(f"{name}~{number}" if is_taken else name, origin=segment.parent)
             owner.agents.append(part)
             parts.append(part)
             owner = part
@@ -106,7 +106,7 @@ class _Writer:
     version: str
     decode: Decode | None
     model: str = field(init=False)
-    """The oldest policy version, by which the document goes."""
+    """The oldest policy version: the document's model name."""
     summaries: set[tuple[str, int]] = field(init=False)
     """(segment, offset) at which a context was summarised."""
 
@@ -126,9 +126,9 @@ class _Writer:
             self._add_segment(steps, segment, turns)
         for turn in part.strays:
             steps.add(self._agent_step(turn, None, steps.next_id))
-        steps.open(_clean(instruction))
+        steps.set_instruction(_clean(instruction))
         for agent in part.agents:
-            steps.refer(agent.left, agent.name, _clean(str(trajectory.id)))
+            steps.add_reference(agent.origin, agent.name, _clean(str(trajectory.id)))
         agent_id = next((segment.agent_id for segment, _ in part.segments), "main")
         reward, metrics = trajectory.reward, [step["metrics"] for step in steps.steps if "metrics" in step]
         return {
@@ -159,38 +159,38 @@ class _Writer:
         }
 
     def _add_segment(self, steps: _Steps, segment: Segment, turns: Sequence[Turn]) -> None:
-        """What was given and what was sampled, in the order of the tokens."""
+        """Adds the segment's given and sampled messages, in the order of their tokens."""
         shared = segment.parent[1] if segment.parent and segment.relation is Relation.FORK else 0
         given = [
             (span.start, 0, span)
             for span in segment.turn_spans
             if span.role in ("user", "system") and span.start >= shared
         ]
-        said = [(turn.start, 1, turn) for turn in turns]
+        written = [(turn.start, 1, turn) for turn in turns]
         first = len(steps.steps)
-        for _, _, item in sorted([*given, *said], key=lambda entry: entry[:2]):
+        for _, _, item in sorted([*given, *written], key=lambda entry: entry[:2]):
             if isinstance(item, Turn):
                 steps.add(self._agent_step(item, segment, steps.next_id), (segment.id, item.end))
             else:
-                words = self.decode(segment.tokens[item.start : item.end]) if self.decode else ""
-                steps.add({"source": item.role, "message": _clean(words)})
+                text = self.decode(segment.tokens[item.start : item.end]) if self.decode else ""
+                steps.add({"source": item.role, "message": _clean(text)})
         if first < len(steps.steps):
-            came = {"segment": segment.id, "relation": str(segment.relation)}
-            came |= {"parent": list(segment.parent)} if segment.parent else {}
+            origin = {"segment": segment.id, "relation": str(segment.relation)}
+            origin |= {"parent": list(segment.parent)} if segment.parent else {}
             ours = steps.steps[first].setdefault("extra", {}).setdefault("etude", {})
-            ours.update(came)
+            ours.update(origin)
 
     def _agent_step(self, turn: Turn, segment: Segment | None, number: int) -> Document:
-        """One message with its calls and results; `metrics` where its segment is known."""
-        words, reasoning = split_reasoning(_clean(turn.text))
-        step: Document = {"source": "agent", "message": words, "llm_call_count": 1}
+        """One message with its calls and results; with `metrics` if its segment is known."""
+        text, reasoning = split_reasoning(_clean(turn.text))
+        step: Document = {"source": "agent", "message": text, "llm_call_count": 1}
         if reasoning is not None:
             step["reasoning_content"] = reasoning
         names = [f"call_{number}_{index}" for index in range(len(turn.calls))]
         if turn.calls:
             step["tool_calls"] = [_call_document(name, turn, at) for at, name in enumerate(names)]
         if turn.results:
-            # A result may be without a call: of a turn that had none.
+            # In a turn without calls a result has no call.
             sources = [*names, *[None] * len(turn.results)]
             results = zip(sources, turn.results, strict=False)
             step["observation"] = {"results": [_result_document(name, result) for name, result in results]}
@@ -199,7 +199,7 @@ class _Writer:
         if segment is not None:
             versions = list(_versions_in(segment, turn.start, turn.end))
             model = _clean(versions[0][2]) if versions else self.model
-            # Where it is left out, it is the document's.
+            # A step without a model name has the document's.
             step |= {} if model == self.model else {"model_name": model}
             step["metrics"] = _metrics(turn, segment, versions)
         return step
@@ -207,7 +207,7 @@ class _Writer:
 
 @dataclass(slots=True)
 class _Steps:
-    """The steps of one document as they are numbered."""
+    """The numbered steps of one document."""
 
     steps: list[Document] = field(default_factory=list[Document])
     ends: list[tuple[tuple[str, int], Document]] = field(
@@ -224,8 +224,8 @@ class _Steps:
         if end is not None:
             self.ends.append((end, self.steps[-1]))
 
-    def open(self, instruction: str) -> None:
-        """The user's words come first: in the first step of theirs, or in one of its own."""
+    def set_instruction(self, instruction: str) -> None:
+        """Makes the instruction the first message: in the user's first step, or in a new one."""
         head = next((step for step in self.steps if step["source"] != "system"), None)
         if head is None or head["source"] != "user":
             place = 0 if head is None else self.steps.index(head)
@@ -235,16 +235,16 @@ class _Steps:
         elif instruction:
             head["message"] = instruction
 
-    def refer(self, left: tuple[str, int] | None, name: str, session: str) -> None:
-        """Refers to a sub-agent from the last message before it, or from the first step."""
-        before = [step for end, step in self.ends if left and end[0] == left[0] and end[1] <= left[1]]
+    def add_reference(self, origin: tuple[str, int] | None, name: str, session: str) -> None:
+        """Adds a reference to a sub-agent to the last message before it, or to the first step."""
+        before = [step for end, step in self.ends if origin and end[0] == origin[0] and end[1] <= origin[1]]
         step = before[-1] if before else self.steps[0]
         results = step.setdefault("observation", {}).setdefault("results", [])
         results.append({"subagent_trajectory_ref": [{"trajectory_id": name, "session_id": session}]})
 
 
 def split_reasoning(text: str) -> tuple[str, str | None]:
-    """(words without reasoning, reasoning or None) of a message, where it is marked with `<think>`."""
+    """(text without reasoning, reasoning or None) of a message whose reasoning is marked with `<think>`."""
     found = _REASONING.match(text)
     if found is None:
         return text, None
@@ -273,7 +273,7 @@ def _result_document(name: str | None, result: Any) -> Document:
 
 
 def _metrics(turn: Turn, segment: Segment, versions: Sequence[tuple[int, int, str]]) -> Document:
-    """Tokens and log-probabilities of a step, and which version sampled which of them."""
+    """Tokens and log-probabilities of a step, and the policy versions that sampled them."""
     return {
         "prompt_tokens": turn.start,
         "completion_tokens": turn.end - turn.start,
@@ -285,7 +285,7 @@ def _metrics(turn: Turn, segment: Segment, versions: Sequence[tuple[int, int, st
 
 
 def _versions_in(segment: Segment, start: int, end: int) -> Iterator[tuple[int, int, str]]:
-    """Runs of one policy version, as positions within the message."""
+    """(start, end, version) of each run of one policy version, as positions within the message."""
     for span in segment.version_spans:
         first, last = max(span.start, start), min(span.end, end)
         if first < last:
@@ -293,5 +293,5 @@ def _versions_in(segment: Segment, start: int, end: int) -> Iterator[tuple[int, 
 
 
 def _clean(text: str) -> str:
-    """Text as other programs take it: halves of characters, which UTF-8 has no bytes for, become U+FFFD."""
+    """Text that UTF-8 can encode: lone surrogates become U+FFFD."""
     return text if text.isascii() else _SURROGATES.sub("\ufffd", text)

@@ -1,8 +1,7 @@
-"""Trajectories as ATIF, read: our own files exactly, those of others from their steps.
+"""Reads ATIF trajectories: our own files exactly, those of other programs from their steps.
 
-Of a file by others as much is taken over as it holds. Nothing is ever re-tokenised: where steps have token
-ids, segments are rebuilt from them; where they have none, the words, calls and results remain, which can be
-shown, compared and replayed, and have nothing to be trained on.
+Nothing is ever re-tokenised: if steps have token ids, segments are rebuilt from them; otherwise text, calls
+and results remain, which can be shown, compared and replayed, but not trained on.
 """
 
 from __future__ import annotations
@@ -42,10 +41,10 @@ _ERRORS = {str(kind): kind for kind in ToolErrorClass}
 
 
 def trajectory_from_atif(document: Mapping[str, Any]) -> Trajectory:
-    """The trajectory of an ATIF document of any version 1: exactly ours, or rebuilt from its steps.
+    """The trajectory of an ATIF document of any version 1: exact if we wrote it, else rebuilt from its steps.
 
-    Rebuilt trajectories have status `done`, the consent `imported`, and policy versions after the names of
-    their models. Raises StoreError, naming the field, where the document breaks the format.
+    Rebuilt trajectories have status `done`, the consent `imported`, and policy versions named after their
+    models. Raises StoreError, naming the field, if the document violates the format.
     """
     if not isinstance(document, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise StoreError("is not a JSON object", field="document", received=type(document).__name__, fix=_FIX)
@@ -65,7 +64,7 @@ def trajectory_from_atif(document: Mapping[str, Any]) -> Trajectory:
 
 
 def parse_atif(data: bytes, name: str = "file") -> Trajectory:
-    """The trajectory of an ATIF file's bytes. Raises StoreError, also for what is no JSON."""
+    """The trajectory of an ATIF file's bytes. Raises StoreError, also for invalid JSON."""
     try:
         document = json.loads(data)
     except (ValueError, RecursionError) as error:
@@ -78,7 +77,7 @@ def _from_ours(extra: Mapping[str, Any]) -> Trajectory:
 
 
 def _from_steps(document: Mapping[str, Any]) -> Trajectory:
-    """Rebuilds a trajectory of another origin."""
+    """Rebuilds a trajectory that another program wrote."""
     name = document.get("session_id") or document.get("trajectory_id")
     if name is None:
         name = "atif-" + blake3(json.dumps(document, sort_keys=True).encode()).hexdigest()[:16]
@@ -101,7 +100,7 @@ def _from_steps(document: Mapping[str, Any]) -> Trajectory:
 
 
 def _reward(document: Mapping[str, Any]) -> RewardBreakdown | None:
-    """What the file says was earned: `reward` among its final metrics' extras."""
+    """The reward in the file: `reward` in the `extra` of its final metrics."""
     extra = (document.get("final_metrics") or {}).get("extra") or {}
     value = extra.get("reward")
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -111,7 +110,7 @@ def _reward(document: Mapping[str, Any]) -> RewardBreakdown | None:
 
 @dataclass(slots=True, eq=False)
 class _Draft:
-    """A segment while it is rebuilt."""
+    """A segment that is being rebuilt."""
 
     id: str
     session: str
@@ -160,25 +159,25 @@ class _Reader:
     num_without_ids: int = 0
 
     def read(self, document: Mapping[str, Any], agent_id: str, parent: tuple[str, int] | None) -> None:
-        """One document. A step whose prompt goes on from the last one's tokens stays in its segment."""
+        """Reads one document. A step whose prompt continues the last one's tokens stays in its segment."""
         model = str((document.get("agent") or {}).get("model_name") or "unknown")
         draft: _Draft | None = None
-        left: dict[str, tuple[str, int]] = {}
+        origins: dict[str, tuple[str, int]] = {}
         copied = False
         for step in _list(document["steps"]):
             copied = copied or bool(step.get("is_copied_context"))
             if step["source"] == "agent" and not step.get("is_copied_context"):
-                draft = self._take(step, draft, agent_id, parent, model, copied)
+                draft = self._add_step(step, draft, agent_id, parent, model, copied)
                 copied = False
             for name in _agents_of(step):
-                left[name] = (draft.id, len(draft.tokens)) if draft else (f"{self.session}#0", 0)
+                origins[name] = (draft.id, len(draft.tokens)) if draft else (f"{self.session}#0", 0)
         if draft is None and not self.drafts:
             self._begin(agent_id, Relation.ROOT, None)
         for agent in _list(document.get("subagent_trajectories") or []):
             name = str(agent["trajectory_id"])
-            self.read(agent, name, left.get(name, (f"{self.session}#0", 0)))
+            self.read(agent, name, origins.get(name, (f"{self.session}#0", 0)))
 
-    def _take(
+    def _add_step(
         self,
         step: Mapping[str, Any],
         draft: _Draft | None,
@@ -187,7 +186,7 @@ class _Reader:
         model: str,
         copied: bool,
     ) -> _Draft:
-        """One message of the agent, in the segment that it continues or in one that it begins."""
+        """Adds a message of the agent to the segment that it continues, or to a new one; returns it."""
         ids = _token_ids(step)
         if draft is None:
             draft = self._begin(agent_id, Relation.SUBAGENT if parent else Relation.ROOT, parent)
@@ -206,7 +205,7 @@ class _Reader:
         return draft
 
     def _origin(self, prompt: Sequence[int], last: _Draft, copied: bool) -> tuple[Relation, tuple[str, int]]:
-        """How a new context came about: a fork repeats another's beginning up to a message of its own."""
+        """How a new context was derived: a fork repeats another's tokens up to one of its messages."""
         best: tuple[str, int] | None = None
         for draft in self.drafts:
             for start, _, _, _ in draft.spans:
@@ -223,8 +222,7 @@ class _Reader:
 
 
 def _policy(model: str) -> PolicyVersion:
-    """The version that a model's name stands for, if we wrote it (`lineage@step+adapter`), else step 0 of the
-    name."""
+    """The policy version of a name written by us (`lineage@step+adapter`), else step 0 of that lineage."""
     found = _POLICY.fullmatch(model)
     if found is None:
         return PolicyVersion(model, 0)
@@ -232,13 +230,13 @@ def _policy(model: str) -> PolicyVersion:
 
 
 def _token_ids(step: Mapping[str, Any]) -> tuple[list[int], list[int], list[float]] | None:
-    """(prompt ids, completion ids, logprobs) of an agent's step; None where it has no ids."""
+    """(prompt ids, completion ids, logprobs) of an agent's step; None if it has no ids."""
     metrics = step.get("metrics") or {}
     prompt, completion = metrics.get("prompt_token_ids"), metrics.get("completion_token_ids")
     if prompt is None or completion is None:
         return None
     for name, ids in (("prompt_token_ids", prompt), ("completion_token_ids", completion)):
-        if not isinstance(ids, list) or not all(type(one) is int for one in ids):
+        if not isinstance(ids, list) or not all(type(token) is int for token in ids):
             raise ValueError(f"{name} of step {step.get('step_id')} must be whole numbers")
     logprobs = metrics.get("logprobs") or [0.0] * len(completion)
     if len(logprobs) != len(completion):
@@ -247,7 +245,7 @@ def _token_ids(step: Mapping[str, Any]) -> tuple[list[int], list[int], list[floa
 
 
 def _turn(segment_id: str, step: Mapping[str, Any], start: int, end: int) -> Turn:
-    """A step's words, calls and results. Results come in call order, whatever their order in the file."""
+    """A step's text, calls and results. Results are in call order, whatever their order in the file."""
     text, reasoning = _text(step["message"]), step.get("reasoning_content")
     if reasoning:
         text = f"<think>{reasoning}</think>{text}"
@@ -276,7 +274,7 @@ def _turn(segment_id: str, step: Mapping[str, Any], start: int, end: int) -> Tur
 def _in_call_order(
     names: Sequence[str], answers: Mapping[str, ToolResult], loose: Sequence[ToolResult]
 ) -> tuple[ToolResult, ...]:
-    """One result for each call; those that name none fill the gaps in their order, the rest comes last."""
+    """One result for each call; results that name no call fill the gaps in order, the rest comes last."""
     if not answers and len(loose) < len(names):
         return tuple(loose)
     rest = iter(loose)
@@ -307,7 +305,7 @@ def _agents_of(step: Mapping[str, Any]) -> list[str]:
 
 
 def _text(content: Any) -> str:
-    """Words of a message or result; pictures and sounds are named by where they lie."""
+    """Text of a message or result; images and audio are replaced by their paths."""
     if isinstance(content, str):
         return content
     parts: list[str] = []

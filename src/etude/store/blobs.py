@@ -1,4 +1,4 @@
-"""Arrays kept elsewhere and named by a reference: expert routes, supports of truncated sampling."""
+"""Blob stores for large arrays that records refer to: expert routes, supports of truncated sampling."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ FILE_URL = re.compile(r"file:([0-9a-f]{2}/[0-9a-f]{32}\.bin)")
 
 
 class BlobStore(Protocol):
-    """Keeps arrays of numbers or booleans. What comes back is checked against the reference's digest."""
+    """Stores arrays of numbers or booleans. Reading checks an array against its reference's digest."""
 
     def put(self, array: NDArray[Any]) -> BlobRef:
-        """Keeps the array and names it. Raises StoreError where it cannot be kept."""
+        """Stores the array and returns its reference. Raises StoreError on failure."""
         ...
 
     def get(self, ref: BlobRef) -> NDArray[Any]:
         """The array, equal in dtype (little-endian), shape and content; read-only.
 
-        Raises StoreError where it is missing or damaged.
+        Raises StoreError if it is missing or damaged.
         """
         ...
 
@@ -41,22 +41,22 @@ class MemoryBlobs:
         self._numbers = itertools.count()
 
     def put(self, array: NDArray[Any]) -> BlobRef:
-        """Keeps a copy."""
-        kept = np.array(_portable(array), order="C")
-        kept.setflags(write=False)
+        """Stores a copy."""
+        copy = np.array(_portable(array), order="C")
+        copy.setflags(write=False)
         url = f"memory:{next(self._numbers)}"
-        self._arrays[url] = kept
-        return BlobRef(url, _digest(kept), kept.dtype.name, kept.shape)
+        self._arrays[url] = copy
+        return BlobRef(url, _digest(copy), copy.dtype.name, copy.shape)
 
     def get(self, ref: BlobRef) -> NDArray[Any]:
-        """The kept array itself. Raises StoreError where it was discarded or is another one."""
+        """The stored array, not a copy. Raises StoreError if it was discarded or does not match."""
         array = self._arrays.get(ref.url)
         if array is None:
             raise _missing(ref)
         return _checked(array, ref)
 
     def discard(self, ref: BlobRef) -> None:
-        """Lets go of the array. Unknown references are ignored."""
+        """Frees the array. Unknown references are ignored."""
         self._arrays.pop(ref.url, None)
 
     def __len__(self) -> int:
@@ -74,25 +74,25 @@ class FileBlobs:
         self._directory = directory
 
     def put(self, array: NDArray[Any]) -> BlobRef:
-        """Writes the array durably unless a file with its content is there."""
-        kept = np.ascontiguousarray(_portable(array)).reshape(array.shape)
-        digest = _digest(kept)
+        """Writes the array durably unless a file with its content exists."""
+        portable = np.ascontiguousarray(_portable(array)).reshape(array.shape)
+        digest = _digest(portable)
         name = f"{digest[:2]}/{digest}.bin"
         path = self._directory / name
         if not path.exists():
             try:
                 make_directory(path.parent)
-                write_bytes(path, kept.tobytes())
+                write_bytes(path, portable.tobytes())
             except OSError as error:
                 raise StoreError(
                     f"could not be written: {error.strerror}",
                     field=name,
                     fix="check the disk's free space and permissions",
                 ) from error
-        return BlobRef(f"file:{name}", digest, kept.dtype.name, kept.shape)
+        return BlobRef(f"file:{name}", digest, portable.dtype.name, portable.shape)
 
     def get(self, ref: BlobRef) -> NDArray[Any]:
-        """Reads the array. Raises StoreError where it is missing, damaged or not of this store."""
+        """Reads the array. Raises StoreError if it is missing, damaged or not in this store."""
         found = FILE_URL.fullmatch(ref.url)
         if found is None:
             raise StoreError("is not a blob of this store", field="url", received=ref.url)
@@ -107,30 +107,30 @@ class FileBlobs:
         return _checked(array, ref)
 
 
-class KeptBlobs(FileBlobs):
-    """Files of a run that keeps what it has trained on."""
+class PermanentBlobs(FileBlobs):
+    """Blobs that a run keeps after training on them."""
 
     def discard(self, ref: BlobRef) -> None:
-        """Keeps the array: later training on the run's trajectories needs it."""
+        """Does nothing: later training on the run's trajectories needs the array."""
 
 
 def blobs_of(trajectory: Trajectory) -> list[BlobRef]:
-    """References to the arrays of a trajectory that are kept elsewhere."""
+    """References to the arrays of a trajectory that are in a blob store."""
     refs = (ref for segment in trajectory.segments for ref in (segment.routes, segment.support))
     return [ref for ref in refs if ref is not None]
 
 
-Blobs = MemoryBlobs | KeptBlobs
-"""Where a run's expert routes are until they are trained on, or for good."""
+Blobs = MemoryBlobs | PermanentBlobs
+"""Store of a run's expert routes: until they are trained on, or permanently."""
 
 
 def open_blobs(routes: Path | None) -> Blobs:
-    """Keeps expert routes in that directory for good, or in memory until they are trained on."""
-    return MemoryBlobs() if routes is None else KeptBlobs(routes)
+    """A store for expert routes: permanent in that directory, or in memory until they are trained on."""
+    return MemoryBlobs() if routes is None else PermanentBlobs(routes)
 
 
 def _portable(array: NDArray[Any]) -> NDArray[Any]:
-    """The array in little-endian order. Raises StoreError for anything but numbers and booleans."""
+    """The array in little-endian byte order. Raises StoreError unless it has numbers or booleans."""
     if array.dtype.kind not in "biufc":
         raise StoreError(
             "only arrays of numbers or booleans can be kept", field="dtype", received=str(array.dtype)

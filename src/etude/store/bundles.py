@@ -1,9 +1,9 @@
-"""One trajectory with its arrays as bytes that travel between machines: whole, or refused.
+"""Serialises one trajectory with its arrays to bytes that are sent between machines; damage is detected.
 
     magic | BLAKE3 of the rest (32 bytes) | zstd frame of: length of the header (8 bytes), header, arrays
 
-The header is the trajectory's document and, segment by segment, dtypes and shapes of its arrays, those of its
-expert routes included: a reference to somebody else's blob store would mean nothing to the reader.
+The header is the trajectory's document and, per segment, the dtypes and shapes of its arrays. Expert routes
+are included: a reference to the sender's blob store would be useless to the receiver.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _TOKEN_TYPES = (("tokens", np.dtype("<i4")), ("sampled", np.dtype("bool")), ("lo
 _DAMAGE = (
     zstandard.ZstdError, ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError
 )  # fmt: skip
-"""What reading raises for bytes that `pack_trajectory` has not packed."""
+"""Errors that reading raises for bytes that are not from `pack_trajectory`."""
 
 GetBlob = Callable[[BlobRef], NDArray[Any]]
 PutBlob = Callable[[NDArray[Any]], BlobRef]
 
 
 def pack_trajectory(trajectory: Trajectory, get_blob: GetBlob) -> bytes:
-    """The trajectory, with the arrays that it names by reference. Raises StoreError for facts that are not
+    """Serialises the trajectory with the arrays that it refers to. Raises StoreError for facts that are not
     plain JSON, and what `get_blob` raises."""
     parts: list[bytes] = []
     blobs: list[list[dict[str, Any] | None]] = []
@@ -51,9 +51,9 @@ def pack_trajectory(trajectory: Trajectory, get_blob: GetBlob) -> bytes:
                 described.append(None)
                 continue
             array = get_blob(ref)
-            kept = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
-            described.append({"dtype": kept.dtype.str, "shape": list(kept.shape)})
-            parts.append(kept.tobytes())
+            portable = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
+            described.append({"dtype": portable.dtype.str, "shape": list(portable.shape)})
+            parts.append(portable.tobytes())
         blobs.append(described)
     try:
         header = json.dumps(
@@ -76,15 +76,15 @@ def pack_trajectory(trajectory: Trajectory, get_blob: GetBlob) -> bytes:
 
 
 class Bundle:
-    """An unpacked trajectory whose blobs are kept nowhere yet."""
+    """An unpacked trajectory whose blobs are not in a blob store yet."""
 
     def __init__(self, trajectory: Trajectory, blobs: list[tuple[NDArray[Any] | None, ...]]) -> None:
         self.trajectory = trajectory
-        """Without its blobs."""
+        """Without references to its blobs."""
         self._blobs = blobs
 
-    def settle(self, put_blob: PutBlob) -> Trajectory:
-        """The trajectory, with its arrays kept by `put_blob` and named."""
+    def store_blobs(self, put_blob: PutBlob) -> Trajectory:
+        """Stores the blobs with `put_blob`; returns the trajectory with references to them."""
         segments: list[Segment] = []
         for segment, (routes, support) in zip(self.trajectory.segments, self._blobs, strict=True):
             named = {
@@ -97,7 +97,7 @@ class Bundle:
 
 
 def unpack_trajectory(data: bytes, max_bytes: int = sys.maxsize) -> Bundle:
-    """What `pack_trajectory` packed, at most `max_bytes` of it. Raises StoreError for anything else."""
+    """Inverse of `pack_trajectory`. Raises StoreError for other bytes or a content above `max_bytes`."""
     start = len(MAGIC) + _DIGEST_BYTES
     if not data.startswith(MAGIC) or len(data) < start:
         raise _damaged("it does not begin as one")
@@ -124,11 +124,11 @@ def _read(content: bytes) -> Bundle:
     segments: list[Arrays] = []
     blobs: list[tuple[NDArray[Any] | None, ...]] = []
     for length, described in zip(header["lengths"], header["blobs"], strict=True):
-        tokens, sampled, logprobs = (arrays.take(kind, (length,)) for _, kind in _TOKEN_TYPES)
+        tokens, sampled, logprobs = (arrays.read_array(kind, (length,)) for _, kind in _TOKEN_TYPES)
         segments.append((tokens, sampled, logprobs))
         routes, support = (
-            None if one is None else arrays.take(np.dtype(one["dtype"]), tuple(one["shape"]))
-            for one in described
+            None if blob is None else arrays.read_array(np.dtype(blob["dtype"]), tuple(blob["shape"]))
+            for blob in described
         )
         blobs.append((routes, support))
     arrays.check_end()
@@ -139,25 +139,25 @@ def _read(content: bytes) -> Bundle:
 
 
 class _Arrays:
-    """Reads the content of a bundle from its beginning. Raises ValueError."""
+    """Reads the content of a bundle sequentially. Raises ValueError."""
 
     def __init__(self, content: bytes) -> None:
         self._content = content
-        self._place = _LENGTH_BYTES + int.from_bytes(content[:_LENGTH_BYTES], "little")
-        self.header = json.loads(content[_LENGTH_BYTES : self._place])
+        self._offset = _LENGTH_BYTES + int.from_bytes(content[:_LENGTH_BYTES], "little")
+        self.header = json.loads(content[_LENGTH_BYTES : self._offset])
 
-    def take(self, kind: np.dtype[Any], shape: tuple[int, ...]) -> NDArray[Any]:
+    def read_array(self, kind: np.dtype[Any], shape: tuple[int, ...]) -> NDArray[Any]:
         """The next array, writable."""
         if kind.kind not in "biufc" or min(shape, default=0) < 0:
             raise ValueError(f"no array of {kind}{list(shape)}")
         count = math.prod(shape)
-        array = np.frombuffer(self._content, kind, count, self._place).reshape(shape)
-        self._place += array.nbytes
+        array = np.frombuffer(self._content, kind, count, self._offset).reshape(shape)
+        self._offset += array.nbytes
         return array.copy()
 
     def check_end(self) -> None:
         """Raises ValueError if there is more."""
-        if self._place != len(self._content):
+        if self._offset != len(self._content):
             raise ValueError("there is more than it says")
 
 

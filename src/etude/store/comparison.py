@@ -1,7 +1,7 @@
-"""Where two trajectories part: the first message that differs, and in what.
+"""Compares two trajectories: finds the first message that differs, and what differs in it.
 
-How long calls took, which policy sampled and how likely a token was are no differences: two sessions are
-equal when the agent saw and said the same.
+Durations of calls, policy versions and log-probabilities are not compared: two sessions are equal if the
+agent saw and wrote the same.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ Tokens = NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """The first message of which two sessions' versions are not the same."""
+    """The first message in which two sessions differ."""
 
     turn: int
     """Its number, from 1."""
     aspects: tuple[str, ...]
-    """What differs: `context`, `tokens`, `text`, `calls`, `results`; `missing` where one session is over."""
+    """What differs: `context`, `tokens`, `text`, `calls`, `results`; `missing` if one session has ended."""
     call: int | None
-    """The first call, from 0, that differs or was answered otherwise."""
+    """The first call, from 0, that differs or whose result differs."""
     token: int | None
     """The first position of the context, from 0, at which the tokens differ."""
     left: Turn | None
@@ -36,13 +36,13 @@ class Divergence:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What two trajectories have in common, and what not."""
+    """The result of comparing two trajectories."""
 
     common_turns: int
-    """Messages from the beginning that are the same."""
+    """Number of equal messages from the beginning."""
     divergence: Divergence | None
     outcome: Mapping[str, tuple[object, object]]
-    """What differs in how they ended, by name: status, cause, reward."""
+    """Differences in how they ended, by name: status, cause, reward."""
 
     @property
     def equal(self) -> bool:
@@ -51,7 +51,7 @@ class Comparison:
 
 
 def compare(left: Trajectory, right: Trajectory) -> Comparison:
-    """Compares two trajectories message by message, up to the first that differs, and their ends."""
+    """Compares two trajectories message by message, up to the first that differs, and their outcomes."""
     segments = [{segment.id: (at, segment) for at, segment in enumerate(t.segments)} for t in (left, right)]
     divergence: Divergence | None = None
     for number, (one, other) in enumerate(zip_longest(left.turns, right.turns), 1):
@@ -85,7 +85,7 @@ def _divergence(
 
 
 def _context(found: tuple[int, Segment] | None, turn: Turn) -> Tokens:
-    """All that the agent had seen and said when the message ended."""
+    """The tokens of the context up to the end of the message."""
     return found[1].tokens[: turn.end] if found else np.zeros(0, dtype=np.int32)
 
 

@@ -1,4 +1,4 @@
-"""Records as plain JSON values, and back, exactly.
+"""Converts records to plain JSON values and back, exactly.
 
 Arrays of tokens are not part of a trajectory's document: they have documents of their own.
 """
@@ -113,7 +113,7 @@ def array_document(segment: Segment) -> Document:
 
 
 def arrays_of(document: Mapping[str, Any]) -> Arrays:
-    """What `array_document` was given. Raises KeyError, TypeError, ValueError for anything else."""
+    """Inverse of `array_document`. Raises KeyError, TypeError or ValueError for other documents."""
     tokens = np.array(document["tokens"], dtype=np.int32)
     sampled = np.zeros(len(tokens), dtype=np.bool_)
     for start, end in document["sampled"]:
@@ -138,7 +138,7 @@ _ARRAYS = ("tokens", "sampled", "logprobs")
 
 
 def _fields(record: Any) -> Document:
-    """A record's fields, those within them as they are; what is listed becomes a list."""
+    """A record's fields by name, without converting nested records; tuples become lists."""
     found = {field.name: getattr(record, field.name) for field in fields(record)}
     return {name: list(value) if isinstance(value, tuple) else value for name, value in found.items()}
 

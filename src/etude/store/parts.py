@@ -1,8 +1,8 @@
 """One part of the trajectory log as a Parquet file: a row per trajectory, token arrays as nested lists.
 
-`record` holds everything but the arrays as JSON and is what reading goes by. The index columns repeat
-some of it, so that any Parquet reader can filter and plot without knowing our records. The groups
-stand in the file's key-value metadata, under `etude.groups`.
+`record` has everything but the arrays as JSON, and trajectories are read from it. The index columns repeat
+some of it, so that any Parquet reader can filter and plot without knowing our records. The groups are in the
+file's key-value metadata, under `etude.groups`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ ARRAY_TYPES: dict[str, type[np.generic]] = {"tokens": np.int32, "sampled": np.bo
 
 @dataclass(frozen=True, slots=True)
 class IndexRow:
-    """What a part's index columns say of one trajectory."""
+    """The index columns of one trajectory in a part."""
 
     group_number: int
     """Position of the trajectory's group within the part."""
@@ -72,7 +72,7 @@ class IndexRow:
 
 
 def stored_id(identity: TrajectoryId) -> TrajectoryId:
-    """The id as an index row gives it back."""
+    """The id in the form in which index rows store it."""
     return replace(identity, run=_readable(identity.run), task=_readable(identity.task))
 
 
@@ -123,7 +123,7 @@ def decode_index(data: bytes) -> list[IndexRow]:
 
 
 def decode_part(data: bytes, wanted: Callable[[IndexRow], bool] | None = None) -> list[Group]:
-    """The groups of a part; with `wanted`, only these members, and no group without any.
+    """The groups of a part; with `wanted`, only the members for which it is true, and no empty groups.
 
     Raises what pyarrow, json and the records raise on damaged bytes.
     """
@@ -184,5 +184,5 @@ def _dump(value: Any, name: str) -> str:
 
 
 def _readable(text: str) -> str:
-    """Text as Parquet can hold it: lone surrogates, which UTF-8 has no bytes for, are written out."""
+    """Text that Parquet can store: lone surrogates, which UTF-8 cannot encode, are escaped."""
     return text.encode("utf-8", "backslashreplace").decode("utf-8")

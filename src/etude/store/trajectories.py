@@ -1,8 +1,8 @@
-"""The trajectory log: durable before it is acknowledged, whole or not there, nothing twice.
+"""The trajectory log: appends are durable and atomic, and no trajectory is stored twice.
 
-A directory of Parquet parts, `part-<number>-<digest>.parquet`. A part is written beside its name,
-fsynced, renamed, and the directory fsynced; only then does `append` return. The digest (xxh3-128 of
-the file) in its name is checked at every read, so that a truncated or damaged part is found, not trained on.
+A directory of Parquet parts, `part-<number>-<digest>.parquet`. A part is written under a temporary name,
+fsynced, renamed, and the directory fsynced; only then does `append` return. The digest (xxh3-128 of the file)
+in its name is checked at every read, so that a truncated or damaged part is found, not trained on.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from etude.records import Group, Status, Trajectory, TrajectoryId
 from etude.store.parts import IndexRow, decode_index, decode_part, encode_part, stored_id
 
 PART_NAME = re.compile(r"part-(\d{8})-([0-9a-f]{32})\.parquet")
-_GIVEN_UP = "part-{number:08d}.missing"
-"""A file of this name stands for a part without which a log is read."""
+_MISSING = "part-{number:08d}.missing"
+"""Name of an empty file that a user creates to read the log without that part."""
 
 T = TypeVar("T")
 
@@ -34,9 +34,9 @@ class TrajectorySummary:
     id: TrajectoryId
     status: Status
     reward: float | None
-    """The total reward; None where there is none."""
+    """The total reward; None if it has none."""
     oldest_step: int | None
-    """Step of the oldest policy version in it; None where nothing was sampled."""
+    """Step of the oldest policy version in it; None if nothing was sampled."""
     num_turns: int
     num_sampled_tokens: int
 
@@ -44,8 +44,8 @@ class TrajectorySummary:
 class TrajectoryLog:
     """Appends groups of trajectories and reads them back. One process writes; any number read.
 
-    A reader sees the parts that were there when it began, plus those that `append` of the same
-    object added.
+    A reader sees the parts that existed when it first listed them, and those that `append` of the same object
+    added.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -100,8 +100,8 @@ class TrajectoryLog:
         """Yields groups in the order of their storage, with the members that match.
 
         `min_step` and `max_step` (inclusive) bound the step of the oldest policy version, and leave out
-        what was never sampled; `tasks` are task ids. A group whose members came in several parts is
-        yielded once per part. Raises StoreError, naming the part, on damage.
+        trajectories without sampled tokens; `tasks` are task ids. A group whose members are in several parts
+        is yielded once per part. Raises StoreError, naming the part, on damage.
         """
         filtered = not (min_step is None and max_step is None and statuses is None and tasks is None)
         names = None if statuses is None else {str(status) for status in statuses}
@@ -121,15 +121,15 @@ class TrajectoryLog:
             yield from _load(path, lambda data: decode_part(data, wanted if filtered else None))
 
     def part_names(self) -> list[str]:
-        """Names of the parts in the order of storage, those that another process has added since included.
+        """Names of the parts in the order of storage, including those that another process has added since.
 
-        A part never changes, and new ones come last: its name and a place in it are a position in the log.
+        A part never changes, and new ones come last: its name and an index in it are a position in the log.
         """
         self._parts = None
         return [path.name for path in self._list_parts()]
 
     def read_part(self, name: str) -> list[Group]:
-        """The groups of one part. Raises StoreError where it is missing or damaged."""
+        """The groups of one part. Raises StoreError if it is missing or damaged."""
         return _load(self._directory / name, decode_part)
 
     def summaries(self) -> Iterator[TrajectorySummary]:
@@ -158,7 +158,7 @@ class TrajectoryLog:
         return None
 
     def _without_stored(self, groups: Sequence[Group]) -> list[Group]:
-        """The groups less the members that are stored; an empty group that is new stays."""
+        """The groups without the members that are stored; empty groups stay."""
         seen: set[TrajectoryId] = set()
         fresh: list[Group] = []
         for group in groups:
@@ -179,11 +179,11 @@ class TrajectoryLog:
 
     def _list_parts(self) -> list[Path]:
         if self._parts is None:
-            parts = self._look()
-            if self._missing(parts):  # looked at while it grew, perhaps
-                parts = self._look()
+            parts = self._find_parts()
+            if self._missing(parts):  # the writer may have added parts during the listing
+                parts = self._find_parts()
             for number in self._missing(parts):
-                name = _GIVEN_UP.format(number=number)
+                name = _MISSING.format(number=number)
                 raise StoreError(
                     "a part of the trajectory log is missing",
                     field=f"part-{number:08d}",
@@ -193,21 +193,21 @@ class TrajectoryLog:
             self._parts = parts
         return self._parts
 
-    def _look(self) -> list[Path]:
+    def _find_parts(self) -> list[Path]:
         found = self._directory.glob("part-*.parquet") if self._directory.is_dir() else ()
         return sorted(path for path in found if PART_NAME.fullmatch(path.name))
 
     def _missing(self, parts: Sequence[Path]) -> list[int]:
-        """Numbers before the last part's that no part has, and that nobody has given up."""
-        there = {_part_number(path) for path in parts}
-        absent = set(range(max(there, default=0))) - there
+        """Numbers before the last part's without a part, except those marked as missing by a user."""
+        present = {_part_number(path) for path in parts}
+        gaps = set(range(max(present, default=0))) - present
         return sorted(
-            number for number in absent if not (self._directory / _GIVEN_UP.format(number=number)).exists()
+            number for number in gaps if not (self._directory / _MISSING.format(number=number)).exists()
         )
 
 
 def find_log(path: Path) -> Path | None:
-    """The trajectory log that a directory is, or that lies in it as in a run's; None where there is none."""
+    """The trajectory log at `path`, or in it as in a run directory; None if there is none."""
     places = (path, path / "trajectories")
     parts = ((place, file.name) for place in places for file in place.glob("part-*.parquet"))
     return next((place for place, name in parts if PART_NAME.fullmatch(name)), None)
@@ -230,7 +230,7 @@ def _load(path: Path, decode: Callable[[bytes], T]) -> T:
 
 def _damaged(path: Path, reason: str) -> StoreError:
     found = PART_NAME.fullmatch(path.name)
-    name = _GIVEN_UP.format(number=int(found[1])) if found else f"{path.name}.missing"
+    name = _MISSING.format(number=int(found[1])) if found else f"{path.name}.missing"
     return StoreError(
         f"this part of the trajectory log is damaged: {reason}",
         field=path.name,

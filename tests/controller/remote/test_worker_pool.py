@@ -40,8 +40,8 @@ class FewRooms:
             self.num_free -= 1
             self.taken.add(part.part)
 
-    def give_room(self, part: str) -> None:
-        """See Executor.give_room."""
+    def release_room(self, part: str) -> None:
+        """See Executor.release_room."""
         if part in self.taken:
             self.taken.remove(part)
             self.num_free += 1
@@ -85,7 +85,7 @@ class Pool:
     @property
     def up(self) -> list[str]:
         """Workers that are at work, as is told."""
-        standing = self.files.standing()["workers"]
+        standing = self.files.read_status()["workers"]
         return sorted(name for name, state in standing.items() if state == "up")
 
     def events(self) -> list[tuple[str, str]]:
@@ -118,8 +118,8 @@ def check(trajectories: list[Trajectory], num_sessions: int) -> None:
 def test_workers_join_when_more_are_asked_for_and_take_sessions(tmp_path: Path) -> None:
     async def run() -> None:
         async with pooled(tmp_path, num_free=2) as pool:
-            await until(lambda: pool.files.standing()["workers"] == {"worker-0": "up"})
-            pool.files.ask(3)
+            await until(lambda: pool.files.read_status()["workers"] == {"worker-0": "up"})
+            pool.files.write_request(3)
             await until(lambda: pool.up == ["worker-0", "worker-1", "worker-2"])
             sessions = [asyncio.ensure_future(pool.workers.run(index)) for index in range(6)]
             await until(lambda: set(pool.workers.running().values()) == {2})
@@ -128,7 +128,7 @@ def test_workers_join_when_more_are_asked_for_and_take_sessions(tmp_path: Path) 
             assert pool.workers.episodes.times.num_episodes == 6
             assert pool.events() == [("worker-1", "joined"), ("worker-2", "joined")]
         with pytest.raises(RunDirectoryError, match="no run with rollout workers goes on here"):
-            pool.files.standing()
+            pool.files.read_status()
 
     asyncio.run(run())
 
@@ -140,8 +140,8 @@ def test_a_worker_that_is_told_to_leave_in_mid_session_plays_it_to_its_end(tmp_p
             sessions = [asyncio.ensure_future(pool.workers.run(index)) for index in range(4)]
             await until(lambda: pool.workers.running() == {"worker-0": 2, "worker-1": 2})
             leaving = pool.workers.newest("worker-1")
-            pool.files.ask(1)
-            await until(lambda: pool.files.standing()["workers"]["worker-1"] == "draining")
+            pool.files.write_request(1)
+            await until(lambda: pool.files.read_status()["workers"]["worker-1"] == "draining")
             sessions += [asyncio.ensure_future(pool.workers.run(index)) for index in (4, 5)]
             await until(lambda: pool.workers.running()["worker-0"] == 4)
             await pool.workers.made.serve(0)  # which the worker that leaves must hear of
@@ -163,7 +163,7 @@ def test_sessions_that_a_worker_cannot_end_in_time_are_handed_on_and_count_once(
         async with pooled(tmp_path, num_workers=2, drain_s=0.05) as pool:
             sessions = [asyncio.ensure_future(pool.workers.run(index)) for index in range(4)]
             await until(lambda: pool.workers.running() == {"worker-0": 2, "worker-1": 2})
-            pool.files.ask(1)
+            pool.files.write_request(1)
             await until(lambda: pool.events() == [("worker-1", "left")])
             assert pool.metrics.rows[0]["handed_on"] == 2
             assert pool.workers.newest("worker-0")._sessions.keys() == {0, 2, 4, 5}
@@ -184,7 +184,7 @@ def test_a_defect_in_a_worker_s_leaving_is_told(tmp_path: Path, monkeypatch: pyt
     async def run() -> None:
         async with pooled(tmp_path, num_workers=2) as pool:
             monkeypatch.setattr(pool.workers.episodes, "_fetch_last_times", fail)
-            pool.files.ask(1)
+            pool.files.write_request(1)
             told = [("worker-1", "did not leave in good order"), ("worker-1", "left")]
             await until(lambda: pool.events() == told)
             assert pool.up == ["worker-0"]
@@ -197,8 +197,8 @@ def test_a_worker_that_dies_while_it_drains_loses_nothing(tmp_path: Path) -> Non
         async with pooled(tmp_path, num_workers=2) as pool:
             sessions = [asyncio.ensure_future(pool.workers.run(index)) for index in range(4)]
             await until(lambda: pool.workers.running() == {"worker-0": 2, "worker-1": 2})
-            pool.files.ask(1)
-            await until(lambda: pool.files.standing()["workers"]["worker-1"] == "draining")
+            pool.files.write_request(1)
+            await until(lambda: pool.files.read_status()["workers"]["worker-1"] == "draining")
             pool.workers.handles["worker-1"][-1].kill()
             await until(lambda: ("worker-1", "left") in pool.events())
             await pool.workers.made.serve(0)
@@ -214,14 +214,14 @@ def test_as_many_join_as_there_is_room_for_up_to_the_most(tmp_path: Path) -> Non
     async def run() -> None:
         async with pooled(tmp_path, num_free=1, most_workers=4) as pool:
             await until(lambda: pool.up == ["worker-0", "worker-1"])
-            await until(lambda: pool.files.standing()["workers"].get("worker-2") == "joining")
+            await until(lambda: pool.files.read_status()["workers"].get("worker-2") == "joining")
             await pool.rooms.add(5)
             await until(lambda: len(pool.up) == 4)
             assert pool.rooms.num_free == 3
-            pool.files.ask(2)
+            pool.files.write_request(2)
             await until(lambda: pool.rooms.num_free == 5)
             assert pool.up == ["worker-0", "worker-1"]
-            pool.files.ask("auto")
+            pool.files.write_request("auto")
             await until(lambda: len(pool.up) == 4)
 
     asyncio.run(run())
@@ -230,10 +230,10 @@ def test_as_many_join_as_there_is_room_for_up_to_the_most(tmp_path: Path) -> Non
 def test_who_waits_for_room_waits_no_longer_when_fewer_are_wanted(tmp_path: Path) -> None:
     async def run() -> None:
         async with pooled(tmp_path) as pool:
-            pool.files.ask(2)
-            await until(lambda: pool.files.standing()["workers"].get("worker-1") == "joining")
-            pool.files.ask(1)
-            await until(lambda: pool.files.standing()["workers"] == {"worker-0": "up"})
+            pool.files.write_request(2)
+            await until(lambda: pool.files.read_status()["workers"].get("worker-1") == "joining")
+            pool.files.write_request(1)
+            await until(lambda: pool.files.read_status()["workers"] == {"worker-0": "up"})
             await pool.rooms.add(1)
             await asyncio.sleep(0.05)
             assert (pool.up, pool.rooms.num_free) == (["worker-0"], 1)
@@ -247,13 +247,13 @@ def test_a_worker_that_cannot_be_started_is_tried_again_and_then_left_until_some
     async def run() -> None:
         async with pooled(tmp_path, num_free=4, give_up_after=2) as pool:
             pool.hindered = [ResourceError("no sandboxes here") for _ in range(2)]
-            pool.files.ask(2)
+            pool.files.write_request(2)
             refusals = [("worker-1", "did not join"), ("worker-1", "none joins any more")]
             await until(lambda: pool.events() == refusals)
             await asyncio.sleep(0.05)
             assert pool.events() == refusals
             assert pool.rooms.num_free == 4
-            pool.files.ask(3)
+            pool.files.write_request(3)
             await until(lambda: len(pool.up) == 3)
 
     asyncio.run(run())
@@ -288,7 +288,7 @@ def test_a_disk_that_is_full_for_a_while_keeps_no_worker_from_joining_and_is_wri
         async with pooled(tmp_path, num_free=2) as pool:
             with monkeypatch.context() as disk:
                 disk.setattr(pool.files, "tell", full)
-                pool.files.ask(2)
+                pool.files.write_request(2)
                 await until(lambda: ("worker-1", "joined") in pool.events())
             await until(lambda: pool.up == ["worker-0", "worker-1"])
 
@@ -298,16 +298,16 @@ def test_a_disk_that_is_full_for_a_while_keeps_no_worker_from_joining_and_is_wri
 def test_less_than_one_worker_is_refused_and_so_is_a_file_that_says_nothing(tmp_path: Path) -> None:
     files = WorkerFiles(tmp_path)
     with pytest.raises(RunDirectoryError, match="no run with rollout workers"):
-        files.ask(2)
-    files.tell({"wanted": "auto", "workers": {}})
+        files.write_request(2)
+    files.write_status({"wanted": "auto", "workers": {}})
     with pytest.raises(RunDirectoryError, match=r"keeps one at least.*received 0"):
-        files.ask(0)
-    assert files.wanted() == "auto"
+        files.write_request(0)
+    assert files.read_request() == "auto"
     for text in ("", "{}", "[]", '{"wanted": 0}', '{"wanted": true}', '{"wanted": "many"}'):
         (tmp_path / "workers-wanted.json").write_text(text)
-        assert files.wanted() == "auto"
-    files.ask(2)
-    assert files.wanted() == 2
+        assert files.read_request() == "auto"
+    files.write_request(2)
+    assert files.read_request() == 2
 
 
 def test_the_most_workers_are_no_fewer_than_those_to_begin_with() -> None:

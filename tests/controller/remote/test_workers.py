@@ -125,7 +125,7 @@ def test_a_session_that_is_given_up_ends_where_it_runs(tmp_path: Path) -> None:
     async def run() -> None:
         workers = Workers(tmp_path, num_workers=1)
         await workers.start()
-        view = MemberSampler(workers.made.fleet, holds=False)
+        view = MemberSampler(workers.made.fleet, defers_close=False)
         session = asyncio.ensure_future(workers.run(0, view))
         await until(lambda: workers.running() == {"worker-0": 1})
         workers.newest("worker-0")._views[0].num_tokens = 3  # as if it had sampled some
@@ -145,7 +145,7 @@ def test_the_tokens_of_a_session_are_told_to_who_wants_to_know(tmp_path: Path) -
         workers = Workers(tmp_path, num_workers=1)
         await workers.start()
         await workers.made.serve(0)
-        view = MemberSampler(workers.made.fleet, holds=False)
+        view = MemberSampler(workers.made.fleet, defers_close=False)
         trajectory = await workers.run(0, view)
         assert view.num_tokens == trajectory.num_sampled_tokens > 0
         await workers.shutdown()

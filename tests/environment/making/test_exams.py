@@ -19,7 +19,7 @@ from etude.environment.making.projects import read_project
 from etude.environment.making.suites import Baseline, Coverage, Suite
 from etude.environment.making.twinning import find_project_twins
 from etude.environment.making.writing import MadeTask, task_files
-from etude.environment.scripts import Left
+from etude.environment.scripts import AgentDiff
 from etude.environment.verdicts import Grader
 from etude.records import Task, TaskImage
 from etude.sandbox.interface import Sandbox, SandboxBackend
@@ -101,7 +101,7 @@ class Scene:
 
     def judge(self, text: str) -> Verdict:
         """The verdict on a text of the module."""
-        return self.run(Grader(self.backend).judge(self.task, Left({"prices.py": text.encode()})))
+        return self.run(Grader(self.backend).judge(self.task, AgentDiff({"prices.py": text.encode()})))
 
 
 @pytest.fixture(scope="module")

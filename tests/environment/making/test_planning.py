@@ -27,7 +27,7 @@ def search(planner: Planner, failures: dict[str, tuple[TestFailure, ...]], at_on
             message = f"assert 1 == 2\n +  where 1 = a.g{at}(1)"
             own = (TestFailure(f"tests/test_a.py::test_{at}", message, 3 * at + 4),)
             failures[change.id] = sum((failures[part] for part in change.parts), ()) or own
-            assert planner.take(change, Noticed(failures[change.id], (), 1)) is None
+            assert planner.add(change, Noticed(failures[change.id], (), 1)) is None
 
 
 def test_candidates_come_with_their_share_of_combinations_and_no_function_has_too_many() -> None:
@@ -56,13 +56,13 @@ def test_what_turns_out_to_be_no_task_is_made_up_for() -> None:
     failures: dict[str, tuple[TestFailure, ...]] = {}
     search(planner, failures)
     first, num_tested = [one.change.id for one in planner.select()], len(failures)
-    assert planner.drop(first[:3])
+    assert planner.reject(first[:3])
     search(planner, failures)
     second = [one.change.id for one in planner.select()]
     assert 3 <= len(failures) - num_tested <= 6
     assert not {*first[:3]} & {*second}
     assert len(second) >= len(first) == 8
-    assert not planner.drop(())
+    assert not planner.reject(())
     assert planner.next_change() is None, "there are enough"
 
 
@@ -71,8 +71,8 @@ def test_combinations_that_turn_out_to_be_no_tasks_are_made_up_for_by_combinatio
     failures: dict[str, tuple[TestFailure, ...]] = {}
     search(planner, failures)
     first = [one.change.id for one in planner.select() if one.is_compound]
-    assert len(first) >= 2 and planner.drop(first)
+    assert len(first) >= 2 and planner.reject(first)
     search(planner, failures)
     second = [one.change.id for one in planner.select() if one.is_compound]
     assert len(second) >= 2 and not {*first} & {*second}
-    assert not planner.drop(())
+    assert not planner.reject(())

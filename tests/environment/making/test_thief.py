@@ -16,7 +16,7 @@ import pytest
 
 from etude.environment.grading import allowed_changes
 from etude.environment.origins import task_resources, task_template
-from etude.environment.scripts import Left
+from etude.environment.scripts import AgentDiff
 from etude.environment.verdicts import Grader
 from etude.records import Task, TaskImage
 from etude.sandbox.interface import SandboxBackend
@@ -52,7 +52,7 @@ async def _steal(task: Task, backend: SandboxBackend) -> float | None:
         changes = allowed_changes(task, await sandbox.final_diff())
     finally:
         await sandbox.kill()
-    return (await Grader(backend).judge(task, Left(changes))).reward
+    return (await Grader(backend).judge(task, AgentDiff(changes))).reward
 
 
 def read_made(making: Making, layer: str | None = None) -> list[Task]:

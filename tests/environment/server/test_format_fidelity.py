@@ -32,7 +32,7 @@ from etude.config import AgentConfig, McpConfig, RunConfig
 from etude.controller.agent.models import describe_unknown
 from etude.environment.episodes import Environment, EpisodeLimits
 from etude.environment.origins import task_template
-from etude.environment.replay import Replayer, tell
+from etude.environment.replay import Replayer, replay_session
 from etude.environment.sessions import EnvironmentSession
 from etude.protocols import Workspace
 from etude.records import SamplingParams, Segment, Status, ToolCall, TrajectoryId
@@ -110,7 +110,7 @@ def test_every_way_to_run_a_model_of_others_gives_it_the_same_tokens(make, asked
         assert trajectory.status is Status.DONE, trajectory.cause
         world = EnvironmentSession.begin(new_site(backend, of_server), FORGED)
         again = AgentSession(FORGED.instruction, renderer, IDENTITY, SESSION)
-        replay = await tell(trajectory, again, Replayer(world, world.context))
+        replay = await replay_session(trajectory, again, Replayer(world, world.context))
         assert replay.equal
         assert again.segments()[0].tokens.tobytes() == trajectory.segments[0].tokens.tobytes()
         outside = [one.call.name for one in replay.from_record]

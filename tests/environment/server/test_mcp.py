@@ -15,7 +15,7 @@ from mcp.server import Server
 from mcp.shared.exceptions import MCPError
 
 from etude.agent.mcp.server import mcp_server
-from etude.environment.running import unwatched
+from etude.environment.running import ignore_event
 from etude.environment.sessions import EnvironmentSession
 from etude.records import ToolCall, ToolResult
 from etude_quickstart.memory_backend import MemoryBackend
@@ -27,7 +27,7 @@ EDIT = {"path": "lib/tally.py", "start": 2, "text": "    return sum(xs)"}
 
 def server_of(session: EnvironmentSession) -> Server[Any]:
     async def run(call: ToolCall) -> ToolResult:
-        (result,) = await session.run_calls([call], {}, unwatched, unwatched)
+        (result,) = await session.run_calls([call], {}, ignore_event, ignore_event)
         return result
 
     return mcp_server(session.context, "etude", run)

@@ -28,7 +28,7 @@ from etude.environment.runners import Order, Player
 from etude.errors import PartLostError, StoreError
 from etude.kit.secrets import read_secret
 from etude.observe import MetricSink, Observer
-from etude.protocols import KvPolicy, Sampler, TokenTally, WeightSink
+from etude.protocols import KvPolicy, Sampler, TokenProgress, WeightSink
 from etude.records import (
     BlobRef,
     PolicyVersion,
@@ -117,7 +117,7 @@ class ClusterRunner(Player):
                     return None
                 if version.step < serving.step - self._max_staleness:
                     return None
-        return bundle.settle(self._put_blob)
+        return bundle.store_blobs(self._put_blob)
 
     async def _play_remotely(self, order: Order, sampler: Sampler) -> Trajectory:
         loop = asyncio.get_running_loop()
@@ -128,8 +128,8 @@ class ClusterRunner(Player):
                 outcome.set_result(result)
 
         def tally(num_tokens: int) -> None:
-            if isinstance(sampler, TokenTally):
-                sampler.tally(num_tokens)
+            if isinstance(sampler, TokenProgress):
+                sampler.report_tokens(num_tokens)
 
         session = PendingSession(
             order,
@@ -144,7 +144,7 @@ class ClusterRunner(Player):
         if isinstance(result, PartLostError):
             raise result
         if isinstance(result, Bundle):
-            trajectory = result.settle(self._put_blob)
+            trajectory = result.store_blobs(self._put_blob)
             tally(trajectory.num_sampled_tokens)
             return trajectory
         return Trajectory(order.identity, (), (), Status.INFRASTRUCTURE, result)

@@ -27,7 +27,7 @@ from etude.environment.runners import EnvironmentTimes, Order, Player, add_times
 from etude.errors import InfrastructureError, PartLostError
 from etude.inference.exchange import Build
 from etude.kit.tasks import Tasks
-from etude.protocols import Handle, Sampler, TokenTally
+from etude.protocols import Handle, Sampler, TokenProgress
 from etude.records import Status, Trajectory
 from etude.store.bundles import unpack_trajectory
 
@@ -39,7 +39,7 @@ class _Worker:
     supervisor: Supervisor[RolloutPart]
     client: str = ""
     """The process's client name at the engines; empty while there is no process."""
-    tallies: dict[int, TokenTally | None] = field(default_factory=dict[int, "TokenTally | None"])
+    tallies: dict[int, TokenProgress | None] = field(default_factory=dict[int, "TokenProgress | None"])
     """Running sessions by ticket, each with the tally that receives its progress."""
     times: EnvironmentTimes = field(default_factory=EnvironmentTimes)
     """Times of the process, as last reported."""
@@ -136,7 +136,7 @@ class RemoteEpisodes(Player):
 
         Raises PartLostError once all workers are given up.
         """
-        tally = sampler if isinstance(sampler, TokenTally) else None
+        tally = sampler if isinstance(sampler, TokenProgress) else None
         while True:
             worker = await self._least_busy()
             try:
@@ -160,7 +160,7 @@ class RemoteEpisodes(Player):
                 return min(up, key=lambda worker: len(worker.tallies))
             await self._supervised.wait_any_ready()
 
-    async def _run_on(self, worker: _Worker, order: Order, tally: TokenTally | None) -> DoneEpisode | None:
+    async def _run_on(self, worker: _Worker, order: Order, tally: TokenProgress | None) -> DoneEpisode | None:
         """Runs the order on a worker; None where the worker leaves before it is done."""
         handle, ticket = worker.supervisor.handle, next(self._tickets)
         assert handle is not None, "it was up just now"
@@ -184,23 +184,23 @@ class RemoteEpisodes(Player):
             raise PartLostError("ended the session", field=worker.supervisor.name)
         worker.times = latest_times(worker.times, done.times)
         if tally is not None:
-            tally.tally(done.num_tokens)
+            tally.report_tokens(done.num_tokens)
         return done
 
-    async def _cancel(self, handle: Handle[RolloutPart], ticket: int, tally: TokenTally | None) -> None:
+    async def _cancel(self, handle: Handle[RolloutPart], ticket: int, tally: TokenProgress | None) -> None:
         """Returns once the session has cleaned up, or its worker is lost; survives cancellation."""
 
         async def cancel() -> None:
             with contextlib.suppress(PartLostError):  # then its session has ended as well
                 num_tokens = await handle.call(RolloutPart.cancel, ticket)
                 if tally is not None:
-                    tally.tally(num_tokens)
+                    tally.report_tokens(num_tokens)
 
         await asyncio.shield(self._cleanup.start(cancel()))
 
     def _unpack(self, done: DoneEpisode) -> ForkedEpisode:
         """Unpacks an episode; stores its arrays, so that the trajectories refer to the run's own blobs."""
-        first, *siblings = (unpack_trajectory(bundle).settle(self._keep_routes) for bundle in done.bundles)
+        first, *siblings = (unpack_trajectory(bundle).store_blobs(self._keep_routes) for bundle in done.bundles)
         return ForkedEpisode(first, tuple(siblings), done.origin, done.refused)
 
     async def _cancel_remaining(self, worker: _Worker) -> None:
@@ -238,7 +238,7 @@ class RemoteEpisodes(Player):
             for ticket, num_tokens in progress.num_tokens.items():
                 tally = worker.tallies.get(ticket)
                 if tally is not None:
-                    tally.tally(num_tokens)
+                    tally.report_tokens(num_tokens)
 
         assert name not in self._workers, "names are unique"
         supervisor = Supervisor(name, spawn, prepare, self._supervision, on_loss, on_pulse)

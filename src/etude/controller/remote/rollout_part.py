@@ -18,7 +18,7 @@ from etude.config import RunConfig
 from etude.controller.backends import open_run_backend
 from etude.controller.remote.patient import EngineTable, FollowingSampler
 from etude.environment.episodes import Environment, EpisodeLimits
-from etude.environment.fork_groups import Refused
+from etude.environment.fork_groups import ForkRefusal
 from etude.environment.member import MemberSampler
 from etude.environment.runners import EnvironmentTimes, Order
 from etude.inference.exchange import Build
@@ -37,7 +37,7 @@ class DoneEpisode:
     """The session and those forked from it, packed: plain arrays would stay in Ray's object store for as long
     as the trajectory is referenced, and fill it."""
     origin: GroupOrigin | None
-    refused: Refused | None
+    refused: ForkRefusal | None
     """See ForkedEpisode."""
     num_tokens: int
     """Number of sampled tokens, those of failed attempts included."""
@@ -90,7 +90,7 @@ class RolloutPart:
         if ticket in self._cancelled:
             self._cancelled.discard(ticket)
             return None
-        view = self._views[ticket] = MemberSampler(self._sampler, holds=False)
+        view = self._views[ticket] = MemberSampler(self._sampler, defers_close=False)
         session = self._sessions[ticket] = asyncio.create_task(self._play(order, view))
         try:
             await asyncio.wait([session])

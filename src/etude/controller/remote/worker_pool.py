@@ -75,7 +75,7 @@ class WorkerPool:
         self._task: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
-        self._files.begin()
+        self._files.clear_request()
         self._adjust()  # writes the first state
         self._task = asyncio.create_task(self._run())
         return self
@@ -84,7 +84,7 @@ class WorkerPool:
         assert self._task is not None
         changes = [member.change for member in self._members.values() if member.change is not None]
         await end_tasks(self._task, *changes)
-        self._files.end()
+        self._files.remove()
         if not self._task.cancelled():
             self._task.result()  # raises what it raised
 
@@ -98,7 +98,7 @@ class WorkerPool:
 
     def _adjust(self) -> None:
         """Starts the changes that bring the number of workers closer to the wanted one."""
-        wanted = self._files.wanted()
+        wanted = self._files.read_request()
         if wanted != self._written.get("wanted"):
             # The cause may have been removed before another number was asked for.
             self._failures, self._resumes_s = StartFailures(self._settings), 0.0
@@ -173,7 +173,7 @@ class WorkerPool:
         self._wake.set()
 
     def _release(self, member: _Member) -> None:
-        self._executor.give_room(member.name)
+        self._executor.release_room(member.name)
         del self._members[member.name]
 
     def _write_state(self, wanted: WantedWorkers) -> None:
@@ -185,7 +185,7 @@ class WorkerPool:
         if state != self._written or not self._is_written:
             self._written = state
             try:
-                self._files.tell(state)
+                self._files.write_status(state)
                 self._is_written = True
             except OSError:  # a full disk must not keep workers from joining or leaving
                 self._is_written = False

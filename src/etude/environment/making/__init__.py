@@ -3,5 +3,5 @@
 project ──> image ──> baseline ──> candidates, each verified ──> selection, each checked ──> Harbor tasks
 (`projects`) (`images`) (`suites`)        (`verifying`)               (`pipeline`, `writing`)
 
-What is changed, and how tasks are worded and chosen, is pure and stands in `etude.tasks.making`.
+The pure parts, which choose changes, wording and tasks, are in `etude.tasks.making`.
 """

@@ -1,8 +1,8 @@
-"""Test files with changed tests, which expect something else and look like what people write.
+"""Changes tests so that they expect something else and still look as if written by people.
 
-What a test judges by is changed in one place: a constant, the exception that it expects, or the assertion
-into its opposite. All files are written from their syntax trees, whether or not something in them is changed,
-so that neither comments nor layout tell.
+A test's expectation is changed in one place: a constant or the expected exception is replaced, or the
+assertion is negated. All files are written from their syntax trees, changed or not, so that neither comments
+nor layout reveal a change.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ _OPERATORS |= {other: one for one, other in _OPERATORS.items()}
 
 
 class TwinKind(IntEnum):
-    """What a round changes of a test. The smallest tell most about a submission that passes them changed."""
+    """The kind of a test's change. Passing with a smaller kind changed reveals more about a submission."""
 
     VALUE = 0
     """A constant."""
     EXCEPTION = 1
-    """The exception that is expected."""
+    """The expected exception."""
     OPPOSITE = 2
-    """The assertion, into its opposite: fails what equals everything too."""
+    """The assertion is negated: a value that equals everything fails it as well."""
 
 
 _Site = tuple[TwinKind, Callable[[], None]]
@@ -72,11 +72,11 @@ class TestChanger:
 
     @cached_property
     def unchanged(self) -> dict[str, str]:
-        """All test files that can be changed, as they are, but written from their syntax trees."""
+        """All test files that can be changed, unchanged but written from their syntax trees."""
         return {path: file.change({})[0] for path, file in self._files.items()}
 
     def change_all(self, number: int | None) -> tuple[dict[str, str], dict[str, TwinKind]]:
-        """All test files as a round changes them, or unchanged; the functions that are changed, and how."""
+        """All test files as changed by a round (None: unchanged); the changed functions, and how."""
         files: dict[str, str] = {}
         kinds: dict[str, TwinKind] = {}
         for path, file in self._files.items():
@@ -86,14 +86,14 @@ class TestChanger:
         return files, kinds
 
     def change(self, functions: Mapping[str, int]) -> dict[str, str]:
-        """Test files in which some functions are as a round changes them."""
+        """Test files in which each of these functions is changed as in the round of its number."""
         paths = sorted({function.partition("::")[0] for function in functions})
         return {path: self._files[path].change(functions)[0] for path in paths if path in self._files}
 
 
 class _TestFile:
-    """A test file by the statements of its module. Only those whose functions are changed are read and
-    written again: the exams of a set of tasks are thousands of files."""
+    """A test file as the statements of its module. Only statements with changed functions are parsed and
+    written again, because the exams of a set of tasks are thousands of files."""
 
     def __init__(self, source: Source, names: frozenset[str], seed: int) -> None:
         self._path, self._seed = source.path, seed
@@ -109,7 +109,7 @@ class _TestFile:
                 self.tests.setdefault(f"{self._path}::{name}", set()).add(tops[id(top)])
 
     def change(self, numbers: Mapping[str, int]) -> tuple[str, dict[str, TwinKind]]:
-        """The file with functions as the rounds of these numbers change them, and how they do."""
+        """The file with each function changed as in the round of its number, and the kinds of the changes."""
         kinds: dict[str, TwinKind] = {}
         written = list(self._written)
         for place in set[int]().union(*(self.tests[one] for one in numbers.keys() & self.tests.keys())):
@@ -146,11 +146,11 @@ def _write(statement: ast.stmt, is_first: bool) -> str:
 
 
 def _sites_of_round(function: Function, find_values: _Finder, number: int, rng: Random) -> list[_Site]:
-    """What a round changes in a test function: a place of what it judges by; in every second round, a place
+    """The sites that a round changes in a test function: one in its assertions or, in every second round, one
     in each row of its parametrization."""
     rows = [row for decorator in function.decorator_list for row in _rows(decorator)]
     if rows and number % 2:
-        lists = [list(find_values(row))[::-1] for row in rows]  # what is expected stands last, mostly
+        lists = [list(find_values(row))[::-1] for row in rows]  # the expected value is usually the last one
     else:
         sites = (chain(find_values(node), _opposites(node)) for node in _judging(function))
         found = list(chain(*sites))
@@ -161,7 +161,7 @@ def _sites_of_round(function: Function, find_values: _Finder, number: int, rng: 
 
 
 def _rows(decorator: ast.expr) -> list[ast.expr]:
-    """The values of a parametrization, without what names them."""
+    """The rows of a parametrization, without the parameters' names."""
     match decorator:
         case ast.Call(
             func=ast.Attribute(attr="parametrize"), args=[_, ast.List() | ast.Tuple() as values, *_]
@@ -174,7 +174,7 @@ def _rows(decorator: ast.expr) -> list[ast.expr]:
 
 
 def _judging(function: Function) -> list[ast.Assert | ast.Call]:
-    """What in a test says what it expects: assertions, methods named assert..., expected exceptions."""
+    """The expectations in a test: assertions, methods named assert..., expected exceptions."""
     found: list[ast.Assert | ast.Call] = []
     for node in ast.walk(function):
         match node:
@@ -188,7 +188,7 @@ def _judging(function: Function) -> list[ast.Assert | ast.Call]:
 
 
 def _others_in(tree: ast.Module) -> Callable[[object], list[object]]:
-    """What constants of a file can become: of a text the last word becomes another one of the file's."""
+    """The function that replaces a constant: in a text the last word becomes another of the file's."""
     texts = (_decode(node.value) for node in ast.walk(tree) if isinstance(node, ast.Constant))
     words = sorted({word.lower() for text in texts for word in _WORD.findall(text)})
 
@@ -207,7 +207,7 @@ def _others_in(tree: ast.Module) -> Callable[[object], list[object]]:
 
 
 def _decode(value: object) -> str:
-    """The text of a constant; none of what is no text."""
+    """The text of a constant; empty if it is not text."""
     return value.decode("latin-1") if isinstance(value, bytes) else value if isinstance(value, str) else ""
 
 
@@ -232,14 +232,14 @@ def _values(
 
 
 def _other_exception(found: type[BaseException]) -> str:
-    """One that a test could expect as well, and that is none of the other's kind."""
+    """Another exception that a test could expect, unrelated to this one."""
     if issubclass(found, Warning):
         return "DeprecationWarning" if found is UserWarning else "UserWarning"
     return "KeyError" if issubclass(found, ValueError) else "ValueError"
 
 
 def _opposites(node: ast.Assert | ast.Call) -> Iterator[_Site]:
-    """Ways to turn an assertion round as a person would write it."""
+    """Ways to negate an assertion as a person would write it."""
     match node:
         case ast.Assert(test=test):
             changes = _turns(test, partial(setattr, node, "test"))

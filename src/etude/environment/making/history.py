@@ -1,4 +1,4 @@
-"""A project's past, of which tasks are made: the commits of its repository, or its earlier releases.
+"""Past changes of a project, as sources of tasks: commits of its repository, or its earlier releases.
 
     REPO/.git               ──> each commit of the first parents, newest first ──┐ those that change modules
     earlier releases, REPO  ──> each release after the first, newest first     ──┴─> and tests ──> PastChange
@@ -27,7 +27,7 @@ _Row = tuple[str, str, str]
 
 
 def find_past(repo: Path, releases: Sequence[Path], project: Project) -> Iterable[PastChange]:
-    """The past changes of a project, newest first: of releases, oldest first, where some are given.
+    """The past changes of a project, newest first: between `releases` (oldest first), if given, or commits.
 
     Raises TaskError for a release or a repository that cannot be read.
     """
@@ -70,7 +70,7 @@ def _compare_releases(releases: Sequence[Project]) -> list[PastChange]:
 
 
 def _list_commits(repo: Path, project: Project) -> list[list[_Row]]:
-    """The modules that each commit changes, of those that change tests too."""
+    """For each commit that changes modules and tests: the modules that it changes."""
     words = ("rev-list", "--first-parent", "--parents", f"--max-count={_MOST_COMMITS}", "--ignore-missing")
     listed = _git(repo, *words, "HEAD").decode().splitlines()
     pairs = "".join(f"{' '.join(line.split()[:2])}\n" for line in listed if " " in line)
@@ -108,7 +108,7 @@ def _read_commit(repo: Path, rows: Sequence[_Row]) -> PastChange:
 
 
 def _git(repo: Path, *words: str, stdin: bytes = b"") -> bytes:
-    """What git prints. Raises TaskError."""
+    """The output of git. Raises TaskError."""
     try:
         return run_git(repo, *words, stdin=stdin, alone=True)
     except (OSError, subprocess.SubprocessError) as error:

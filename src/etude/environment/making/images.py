@@ -1,9 +1,10 @@
-"""The image in which a project's tests run: built once, with all that the project needs and not the project.
+"""The image in which a project's tests run: built once, with the project's dependencies but without the
+project.
 
-    FROM the base ── RUN pip install ── the image that tests run in, over which the project's files are laid
-                                    └── COPY workspace: what the Dockerfile of each task adds
+    FROM the base ── RUN pip install ── the image in which tests run, with the project's files on top
+                                    └── COPY workspace: added by the Dockerfile of each task
 
-The versions that pip chose are in every task's Dockerfile, so that it builds the same in a year.
+The versions that pip chose are pinned in every task's Dockerfile, so that it builds the same later.
 """
 
 from __future__ import annotations
@@ -28,22 +29,22 @@ from etude.sandbox.template import Image, Template
 from etude.tasks.harbor import WORKSPACE
 
 BASE = "python:3.11-slim"
-"""Image that a project's packages are installed in."""
+"""Base image in which a project's packages are installed."""
 _FREEZE_S = 120.0
 _TAIL_CHARS = 600
 
 
 @dataclass(frozen=True, slots=True)
 class ProjectImage:
-    """An image with what a project needs, and how a task's Dockerfile makes the same."""
+    """An image with a project's dependencies, and the Dockerfile lines that build it."""
 
     image: TaskImage
     dockerfile: str
-    """Up to what is the task's own."""
+    """Without the task's own lines."""
 
 
 def dockerfile_text(project: Project, base: str, requirements: Sequence[str], options: str = "") -> str:
-    """The Dockerfile of an image with these packages; without any, the base has all. `options`: pip's."""
+    """The Dockerfile of an image with these packages, or of the base alone. `options`: of pip."""
     install = f"RUN pip install --no-cache-dir {options}{shlex.join(requirements)}\n" if requirements else ""
     env = " ".join(f"{name}={value}" for name, value in _env(project).items())
     return f"FROM {base}\n{install}ENV {env}\nWORKDIR {WORKSPACE}\n"
@@ -57,9 +58,9 @@ def _env(project: Project) -> dict[str, str]:
 async def build_project_image(
     project: Project, store: ImageStore, options: BuildOptions, backend: SandboxBackend
 ) -> ProjectImage:
-    """Builds the image, with the newest versions that fit, and again with exactly these.
+    """Builds the image with the newest compatible versions, and again with exactly these.
 
-    Raises TaskError for a project that cannot be installed, ResourceError where nothing can be built.
+    Raises TaskError for a project that cannot be installed, ResourceError if nothing can be built here.
     """
     newest = await _build(project, dockerfile_text(project, BASE, project.requirements), store, options)
     text = dockerfile_text(project, BASE, await _list_packages(newest, backend), "--no-deps ")
@@ -71,7 +72,7 @@ async def build_project_image(
 async def find_project_image(
     project: Project, name: str, store: ImageStore, bases: Mapping[str, str]
 ) -> ProjectImage:
-    """An image that has all packages already. Raises TemplateError if there is none of that name."""
+    """An existing image with all packages. Raises TemplateError if there is none of that name."""
     image = await find_base(name, store, bases)
     found = TaskImage(image.name, image.layers, {**image.env, **_env(project)}, WORKSPACE, image.user)
     return ProjectImage(found, dockerfile_text(project, name, ()))
@@ -96,7 +97,7 @@ async def _build(project: Project, text: str, store: ImageStore, options: BuildO
 
 
 async def _list_packages(image: Image, backend: SandboxBackend) -> list[str]:
-    """`pip freeze` of an image: empty where what the distribution's own packages hold was enough."""
+    """`pip freeze` of an image; empty if the distribution's own packages were sufficient."""
     async with await backend.create(Template({}, "packages", image)) as sandbox:
         result = await sandbox.commands.run("python3 -m pip freeze --local", _FREEZE_S, {"PYTHONPATH": ""})
     if result.exit_code != 0:

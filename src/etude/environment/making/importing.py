@@ -1,11 +1,11 @@
-"""Rows of solved issues, as SWE-bench and its kin have them, as Harbor task directories.
+"""Imports rows of solved issues, in SWE-bench's format, as Harbor task directories.
 
     row ── repository at base_commit, from a clone on this machine ──> environment/workspace
         ── patch, applied ─────────────────────────────────────────> solution/
         ── test_patch, applied; FAIL_TO_PASS and PASS_TO_PASS ─────> tests/
         ── problem_statement ──────────────────────────────────────> instruction.md
 
-Nothing of the repository runs here or is fetched: `etude tasks check` says whether a task holds.
+Nothing of the repository runs here or is fetched: `etude tasks check` verifies the tasks.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from etude.sandbox.images.image_store import ImageStore
 from etude.tasks.harbor import WORKSPACE, write_files
 
 _MOST_CHARS = 200
-"""Of a name that becomes a path."""
+"""Length limit of a name that becomes a path."""
 _VERIFIER_S = 1800.0
 _REPORT = "report.json"
 _NAME = r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$"
@@ -54,7 +54,7 @@ TestIds = Annotated[list[str], BeforeValidator(_listed)]
 
 
 class Row(BaseModel):
-    """One solved issue; further columns mean nothing here."""
+    """One solved issue; further columns are ignored."""
 
     instance_id: str = Field(pattern=_NAME, max_length=_MOST_CHARS)
     repo: str = Field(
@@ -67,31 +67,30 @@ class Row(BaseModel):
     fail_to_pass: TestIds = Field(alias="FAIL_TO_PASS", min_length=1)
     pass_to_pass: TestIds = Field(alias="PASS_TO_PASS")
     docker_image: str | None = Field(default=None, pattern="^[!-~]+$", max_length=_MOST_CHARS)
-    """The base of its image, in place of the one for all rows."""
+    """The base of its image; overrides the one for all rows."""
 
 
 @dataclass(slots=True)
 class ImportReport:
-    """What came of rows."""
+    """The result of an import."""
 
     written: list[str] = field(default_factory=list[str])
     """Names of task directories."""
     rejects: list[dict[str, str]] = field(default_factory=list[dict[str, str]])
-    """For each row of which there is no task: its id or place, and the reason."""
+    """For each row without a task: its id or position, and the reason."""
 
 
 class RejectedRowError(ValueError):
-    """Why no task is made of a row: a kind, a colon, the particulars."""
+    """The reason why a row is rejected: a kind, a colon, the details."""
 
 
 async def import_rows(
     rows: Path, repositories: Path, out: Path, store: ImageStore, bases: Mapping[str, str], image: str | None
 ) -> ImportReport:
-    """Writes a task directory below `out` for each row of a JSONL or parquet file, and what came of them into
-    `report.json`, under the name of the file, beside what came of others. A directory that is there already
-    with the same files counts as written.
+    """Writes a task directory below `out` for each row of a JSONL or parquet file, and adds the result to
+    `report.json`, under the name of the file. An existing directory with the same files counts as written.
 
-    `image`: name of the base of rows that name none. Raises ConfigError for a file that cannot be read.
+    `image`: base image of rows that name none. Raises ConfigError for a file that cannot be read.
     """
     report = ImportReport()
     for place, raw in await asyncio.to_thread(lambda: list(_read_rows(rows))):
@@ -116,8 +115,8 @@ async def import_rows(
 
 
 def _write(files: Files, target: Path) -> bool:
-    """Writes a task directory, or finds it as an earlier import wrote it; False where it is something else.
-    `task.toml` is not compared: calibration adds to it."""
+    """Writes a task directory, unless an earlier import wrote the same; False if it exists with other
+    contents. `task.toml` is not compared, because calibration extends it."""
     if not target.exists():
         write_files(files, target)
         return True
@@ -130,7 +129,7 @@ def _printable(text: str) -> str:
 
 
 def _read_rows(path: Path) -> Iterator[tuple[str, object]]:
-    """The rows with their places; a line that is not JSON is text. Raises ConfigError."""
+    """(position, row) of each row; a line that is not JSON is a string. Raises ConfigError."""
     try:
         if path.suffix == ".parquet":
             for number, row in enumerate(parquet.read_table(path).to_pylist(), start=1):
@@ -214,7 +213,7 @@ async def _files_of(row: Row, base: str, repositories: Path) -> dict[str, bytes]
 
 
 def _apply(patch: str, before: Files, name: str) -> dict[str, bytes | None]:
-    """What a patch changes: new contents, or None for a file that it removes."""
+    """Changes of a patch: path -> new contents, or None for a removed file."""
     with tempfile.TemporaryDirectory(prefix="etude-import-") as place:
         folder = Path(place, "workspace")
         write_files(before, folder)

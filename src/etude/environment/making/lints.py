@@ -1,9 +1,9 @@
-"""Smells of a project: what ruff finds in its modules, and whether it finds what is planted.
+"""Code smells of a project: findings of ruff in its modules, and checks that ruff detects planted smells.
 
 own text ──> findings of one rule in one function, all with safe fixes ──> Change, whose solution is the fixes
 planted  ──> whether ruff finds the smell too
 
-The rules are a fixed few; no settings of the project's count, nor its `# noqa`.
+A few fixed rules are used; the project's own settings and `# noqa` comments are ignored.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ async def find_smells(sources: Mapping[str, str], seed: int) -> Iterator[Change]
 
 
 async def find_disagreement(change: Change, sources: Mapping[str, str]) -> str | None:
-    """Why a planted smell makes no task: ruff does not find it. Raises InfrastructureError."""
+    """Why a planted smell is rejected: ruff does not find it; else None. Raises InfrastructureError."""
     ruff = HostRuff.find(_RULES)
     if ruff is None or change.kind != "planted_smell":
         return None
@@ -45,7 +45,7 @@ async def find_disagreement(change: Change, sources: Mapping[str, str]) -> str |
 
 
 async def _find_own(ruff: HostRuff, sources: Mapping[str, str]) -> list[Change]:
-    """The project's own smells that ruff's safe fixes remove, those of one rule in one function together."""
+    """The project's own smells that ruff's safe fixes remove, grouped by rule and function."""
     changes: list[Change] = []
     for source in read_sources(sources):
         groups: dict[tuple[str, str], list[Any]] = {}

@@ -4,8 +4,8 @@
                   |           |          |               |
     OUT/.making/image.json, baseline.json, twins.json, journal (one line for each change that was tested)
 
-Killed anywhere, the next call with the same project and settings goes on from what stands there. What no task
-is made of is a reject with its reason; only a project that cannot be used at all is an error.
+If it is killed, the next call with the same project and settings resumes from these files. A change without a
+task is a reject with its reason; only a project that cannot be used at all is an error.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from etude.environment.making.projects import STATE, Project
 from etude.environment.making.reports import MakeReport
 from etude.environment.making.suites import LOAD, Baseline, Suite, measure_baseline
 from etude.environment.making.twinning import MIXED_ROUNDS, ROUNDS, ProjectTwins, find_project_twins
-from etude.environment.making.verifying import Noticed, guard, verify_change
+from etude.environment.making.verifying import Noticed, choose_guards, verify_change
 from etude.environment.making.writing import MadeTask, task_files
 from etude.errors import TaskError
 from etude.kit.durable import make_directory, publish_directory, remove_directory, write_json
@@ -56,32 +56,32 @@ from etude.tasks.making.undoing import PastChange
 
 Result = TypeVar("Result", ProjectImage, Baseline, ProjectTwins)
 Advance = Callable[[int], None]
-"""Called with the number of steps of the stage that are done."""
+"""Called with the number of finished steps of the stage."""
 CheckTask = Callable[[Path], Awaitable[TaskReport]]
-"""Checks the task in a directory as a run would that plays it."""
+"""Checks the task in a directory in the same way as a run that plays it."""
 FIRST_RUN_S = 600.0
 """Wall time of the first run of a project's tests."""
 VERSION = 12
-"""Of how tasks are made: raised by whatever makes another task of the same change, or judges it otherwise."""
+"""Version of task making: raised by every change that alters the task, or the verdict, of the same change."""
 _VERIFIER_S = 60.0
 _AHEAD = 2
-"""Changes that are planned before their predecessors' results are known, for each sandbox."""
+"""Changes per sandbox that are planned before their predecessors' results are known."""
 
 
 @dataclass(frozen=True, slots=True)
 class MakeSettings:
-    """What is made. Those without effect on what was found so far may differ when it goes on."""
+    """Settings of task making. Those that do not affect earlier results may differ when it is resumed."""
 
     quotas: Quotas = field(default_factory=lambda: Quotas(most_tasks=200))
     num_runs: int = 20
-    """Of the project's tests, to find those that are flaky."""
+    """Runs of the project's tests, to find flaky ones."""
     seed: int = 0
     image: str | None = None
-    """Image that has them already: nothing is built."""
+    """Existing image with the dependencies; None: it is built."""
     at_once: int = 2
-    """Sandboxes in which changes are tested at the same time."""
+    """Sandboxes in which changes are tested concurrently."""
     budget_s: float = 2700.0
-    """Of testing changes, after the tests themselves are known: then no further one is tested."""
+    """Time for testing changes, after the baseline is known; after it no further change is tested."""
 
 
 @dataclass(slots=True)
@@ -104,21 +104,21 @@ class TaskMaker:
         self._changer = TestChanger(self.project, self.settings.seed)
 
     async def make(self) -> MakeReport:
-        """Raises TaskError for a project whose tests cannot be used, and where `out` holds what was made from
-        another project or by other settings; SandboxError, ResourceError, OSError."""
+        """Makes the tasks, or resumes. Raises TaskError for a project whose tests cannot be used, and if
+        `out` was made from another project or with other settings; SandboxError, ResourceError, OSError."""
         began, settings = time.monotonic(), self.settings
         make_directory(self.out / STATE)
-        self._check_same()
-        image = await self._recall("image", ProjectImage, 0, self._find_image)
+        self._check_resumable()
+        image = await self._load_or_compute("image", ProjectImage, 0, self._find_image)
         if not all(map(self.store.layers.has, image.image.layers)):
             (self.out / STATE / "image.json").unlink()
-            image = await self._recall("image", ProjectImage, 0, self._find_image)
+            image = await self._load_or_compute("image", ProjectImage, 0, self._find_image)
         suite = Suite.of(self.project, image.image, self.backend, FIRST_RUN_S)
-        baseline = await self._recall(
+        baseline = await self._load_or_compute(
             "baseline", Baseline, settings.num_runs + 1,
             lambda advance: measure_baseline(suite, settings.num_runs, LOAD * settings.at_once, advance),
         )  # fmt: skip
-        twins = await self._recall(
+        twins = await self._load_or_compute(
             "twins", ProjectTwins, 1 + ROUNDS + MIXED_ROUNDS,
             lambda advance: find_project_twins(suite, baseline, self._changer, settings.at_once, advance),
         )  # fmt: skip
@@ -127,8 +127,8 @@ class TaskMaker:
         write_json(self.out / "report.json", report.to_document())
         return report
 
-    def _check_same(self) -> None:
-        """Raises TaskError if `out` was begun from something else."""
+    def _check_resumable(self) -> None:
+        """Raises TaskError if `out` was begun from another project or with other settings."""
         seed, num_runs, image = self.settings.seed, self.settings.num_runs, self.settings.image
         key = {"project": _digest(self.project.files, 16), "seed": seed, "num_runs": num_runs}
         key |= {"base": BASE, "image": image, "version": VERSION}
@@ -155,10 +155,10 @@ class TaskMaker:
         options = BuildOptions(images.bases, network, private, images.volumes)
         return await build_project_image(self.project, self.store, options, self.backend)
 
-    async def _recall(
+    async def _load_or_compute(
         self, name: str, kind: type[Result], num_runs: int, find: Callable[[Advance], Awaitable[Result]]
     ) -> Result:
-        """What an earlier call found, or else what is found now."""
+        """The stored result of an earlier call, else that of a new computation."""
         path = self.out / STATE / f"{name}.json"
         if path.exists():
             return TypeAdapter(kind).validate_python(json.loads(path.read_bytes()))
@@ -170,7 +170,7 @@ class TaskMaker:
     async def _make(
         self, image: ProjectImage, suite: Suite, baseline: Baseline, twins: ProjectTwins
     ) -> MakeReport:
-        """Tests changes, selects, looks for leaks, checks and writes."""
+        """Tests changes, selects tasks, scans for leaks, checks and writes them."""
         project, settings = self.project, self.settings
         report = MakeReport(project, baseline, len(twins.turned))
         smells = await find_smells(project.sources, settings.seed)
@@ -188,7 +188,7 @@ class TaskMaker:
             limit_s = max(_VERIFIER_S, baseline.timeout_s)
             until, num_tested = time.monotonic() + self.settings.budget_s, -1
             made, is_short = list[MadeTask](), True
-            # What turns out to be no task is made up for, as long as there are changes and time.
+            # Rejected tasks are replaced as long as there are changes and time.
             while is_short and report.num_tested > num_tested:
                 name = "changes" if num_tested < 0 else "more changes"
                 num_tested = report.num_tested
@@ -197,7 +197,7 @@ class TaskMaker:
                 asked = [self._made(one, image, twins, limit_s) for one in planner.select()]
                 made = await self._check_and_write(asked, report)
                 names = {one.id for one in made}
-                is_short = planner.drop(one.verified.change.id for one in asked if one.id not in names)
+                is_short = planner.reject(one.verified.change.id for one in asked if one.id not in names)
         finally:
             journal.close()
         for verified, reason in planner.selection.rejected:
@@ -211,19 +211,19 @@ class TaskMaker:
         failing, seed = [one.test for one in verified.failures], seed_exams(self.project, verified)
         exams = twins.write_exams(failing, verified.passing, self._changer, seed)
         if verified.change.smell:
-            # In the first one nothing of the agent's runs, so that its outcome cannot be forged.
+            # In the first one no code of the agent's runs, so that its outcome cannot be forged.
             exams = replace(exams, exams=(Exam({"suite.py": ""}, (structure_inside.NAME,)), *exams.exams))
         return MadeTask(self.project, image, verified, exams, limit_s)
 
     async def _check_and_write(self, asked: Sequence[MadeTask], report: MakeReport) -> list[MadeTask]:
-        """Those that are written, then or before; `report` is given the reasons of the others."""
+        """Checks and writes tasks; returns those written now or before. Reasons of others go to `report`."""
         names = {one.id for one in asked}
         for folder in [one for one in self.out.iterdir() if (one / "task.toml").is_file()]:
             if folder.name not in names:
-                remove_directory(folder)  # an earlier call's, which has other tasks in its place now
+                remove_directory(folder)  # of an earlier call, and not selected any more
 
         new = [one for one in asked if not (self.out / one.id).exists()]
-        if new:  # what was written before was scanned before
+        if new:  # tasks written earlier were scanned then
             layers = [self.store.layers.path(digest) for digest in new[0].image.image.layers]
             changes = [one.verified.change for one in new]
             with show_stage(self.observer, "leaks", 0):
@@ -239,8 +239,8 @@ class TaskMaker:
         return [one for one in asked if (self.out / one.id).exists()]
 
     async def _write_if_verified(self, made: MadeTask, report: MakeReport) -> None:
-        """Writes the task if its workspace does not give it away, and if the grader gives its solution 1 and
-        nothing 0, twice; else `report` is given the reason."""
+        """Writes the task if its workspace does not reveal the solution, and if the grader gives the solution
+        1 and doing nothing 0, twice; else the reason goes to `report`."""
         with ScratchDirectory(self.out / STATE, "check-") as scratch:
             draft = scratch / made.id
             await asyncio.to_thread(write_files, task_files(made), draft)
@@ -257,15 +257,15 @@ class TaskMaker:
 
 
 def seed_exams(project: Project, verified: Verified) -> str:
-    """What a task's exams are drawn by: its solution and the tests that are taken out, which the workspace
-    lacks, so that nothing there could draw them again."""
+    """The random seed of a task's exams: its solution and the removed tests, which the workspace lacks, so
+    that an agent cannot reproduce them."""
     tests = {path: project.files[path] for path in verified.change.removed_tests}
     solved = {path: text.encode() for path, text in verified.reference.items()}
     return _digest(tests | solved, 32)
 
 
 def _digest(files: Mapping[str, bytes], size: int) -> str:
-    """Of files and their paths, in so many bytes, as hexadecimal digits."""
+    """Hexadecimal digest of `size` bytes of files and their paths."""
     digest = blake2b(digest_size=size)
     for path, data in sorted(files.items()):
         digest.update(f"{path}\0{len(data)}\0".encode(errors="surrogateescape") + data)
@@ -274,7 +274,7 @@ def _digest(files: Mapping[str, bytes], size: int) -> str:
 
 @dataclass(slots=True)
 class _Search:
-    """Tests changes until there are enough of them that tests notice."""
+    """Tests changes until enough of them are noticed by tests."""
 
     _suite: Suite
     _baseline: Baseline
@@ -285,12 +285,11 @@ class _Search:
     _report: MakeReport
 
     async def run(self, at_once: int, until: float, advance: Advance) -> None:
-        """Tests what the planner gives, `at_once` at the same time, until it has enough or time is up; what
-        an earlier call tested is taken whatever the time.
+        """Tests the planner's changes, `at_once` concurrently, until it has enough or the time is up; results
+        of an earlier call are used whatever the time.
 
-        `advance` is called with the number of candidates. The planner gets results in the order in which
-        it gave the changes, so that a change follows from the results before it, and not from which tests
-        ended first.
+        `advance` is called with the number of candidates. The planner gets results in the order of its
+        changes, so that a change depends on the results before it, and not on which tests ended first.
         """
         places = asyncio.Semaphore(at_once)
         under_way: deque[tuple[Change, asyncio.Task[dict[str, Any]]]] = deque()
@@ -310,7 +309,7 @@ class _Search:
                     under_way.append((change, asyncio.create_task(test(change))))
                 if not under_way:
                     return
-                await self._take(under_way[0][0], await under_way[0][1])
+                await self._add_result(under_way[0][0], await under_way[0][1])
                 under_way.popleft()
                 advance(self._planner.num_found)
         finally:
@@ -328,15 +327,15 @@ class _Search:
         self._journal.append(line)
         return line
 
-    async def _take(self, change: Change, line: dict[str, Any]) -> None:
+    async def _add_result(self, change: Change, line: dict[str, Any]) -> None:
         reason = line.get("reason")
         if reason is None:
             noticed = Noticed.from_document(line, self._baseline)
             if change.smell:
-                noticed = guard(noticed, change, self._baseline, self._twins)
+                noticed = choose_guards(noticed, change, self._baseline, self._twins)
             reason = "forgeable: no exam can change a failing test, or one that runs the lines of a smell"
             if any(failure.test in self._twins.turned for failure in noticed.failures):
-                reason = await asyncio.to_thread(self._planner.take, change, noticed)
+                reason = await asyncio.to_thread(self._planner.add, change, noticed)
         self._report.count_change(change, reason)
 
 

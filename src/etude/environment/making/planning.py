@@ -1,4 +1,4 @@
-"""Which changes are tested, in which order, and which of those that tests notice become tasks.
+"""Plans which changes are tested, in which order, and which of those that tests notice become tasks.
 
 past changes, bugs, deletions, smells ──in turn──> singles ──noticed──> combinations of bugs, a share of all
                                                       └───────────────────────┴──> selection by quotas
@@ -20,15 +20,15 @@ from etude.tasks.making.selection import Selection, grade_tasks, select
 from etude.tasks.making.undoing import PastChange, plan_undone
 
 _SPARE = 1.1
-"""Candidates that are looked for, for each task that is wanted: more, as selection rejects some."""
+"""Candidates per wanted task: more than one, as selection rejects some."""
 _COMPOUND_SPARE = 1.4
-"""The same of tasks with two files or bugs."""
+"""The same for tasks with two files or bugs."""
 _FEW = 10
-"""Candidates from which on shares are looked at."""
+"""Fewest candidates for which shares are considered."""
 
 
 class Planner:
-    """Gives changes one after another; their order depends on the seed, and on what tests noticed."""
+    """Yields changes one after another; their order depends on the seed and on the results of tests."""
 
     def __init__(
         self,
@@ -48,23 +48,23 @@ class Planner:
         self._singles = round_robin([plan_undone(sources, past), bugs, deletions, bugs, refactorings])
         self._pairs: Iterator[Change] = iter(())
         self._num_paired = 0
-        """Bugs of which combinations were planned."""
+        """Number of bugs when combinations were planned last."""
         self._functions: Counter[tuple[str, str]] = Counter()
         self._operators: Counter[str] = Counter()
         self._found: dict[str, Verified] = {}
         self._num_compound = self._num_named = 0
         self._dropped: set[str] = set()
-        """Of those found, the ids that turned out to be no tasks."""
+        """Ids of candidates that were rejected later."""
         self._num_wanted = _SPARE * quotas.most_tasks
-        """Candidates."""
+        """Candidates to find."""
         self._num_compound_wanted = 0.0
-        """Of them, once those that there were turned out to be too few."""
+        """Compound candidates to find; set when a selection had too few."""
         self.selection = Selection((), ())
-        """The last one."""
+        """Result of the last `select`."""
 
     @property
     def num_found(self) -> int:
-        """Changes that became candidates."""
+        """Number of changes that became candidates."""
         return len(self._found) - len(self._dropped)
 
     @property
@@ -73,7 +73,7 @@ class Planner:
         return min(self.num_found, (self.num_found - self._num_named) / rest)
 
     def next_change(self) -> Change | None:
-        """The next change to be tested; None if there are enough, or no more."""
+        """The next change to be tested; None if there are enough candidates, or no further changes."""
         if self._num_usable >= self._num_wanted:
             return self._next_pair() if self._num_compound < self._num_compound_wanted else None
         wanted = _COMPOUND_SPARE * self._quotas.least_compound * self.num_found
@@ -85,7 +85,7 @@ class Planner:
         return next(filter(self._may_be_tested, self._singles), None)
 
     def _next_pair(self) -> Change | None:
-        """The next combination of bugs and hunks that were noticed; planned anew when there are more."""
+        """The next combination of noticed bugs and hunks; replanned when there are more."""
         while True:
             if (change := next(filter(self._may_be_tested, self._pairs), None)) is not None:
                 return change
@@ -97,8 +97,8 @@ class Planner:
             bugs = sorted(filter(self._has_room, bugs), key=lambda change: change.id)
             self._pairs = combine(bugs, self._sources, self._seed) if len(bugs) > 1 else iter(())
 
-    def take(self, change: Change, noticed: Noticed) -> str | None:
-        """Takes a change that tests notice; why it becomes no candidate, or None."""
+    def add(self, change: Change, noticed: Noticed) -> str | None:
+        """Adds a change that tests notice as a candidate; returns why it is rejected, or None."""
         groups = [{one.test for one in self._found[part].failures} for part in change.parts]
         failures = noticed.failures
         instruction = write_instruction(change, self._sources, self._tests, failures, self._seed, groups)
@@ -115,9 +115,9 @@ class Planner:
         self._count(verified, 1)
         return None
 
-    def drop(self, ids: Iterable[str]) -> bool:
-        """Leaves out what was selected and turned out to be no task. Whether tasks, or compound ones, are
-        missing now: then `next_change` looks for as many more."""
+    def reject(self, ids: Iterable[str]) -> bool:
+        """Removes selected candidates that were rejected. Returns whether tasks, or compound ones, are
+        missing now: then `next_change` plans more."""
         for one in ids:
             self._dropped.add(one)
             self._count(self._found[one], -1)
@@ -138,13 +138,13 @@ class Planner:
             self._operators[operator] += sign
 
     def _candidates(self) -> list[Verified]:
-        """In the order of planning."""
+        """The candidates in the order of planning."""
         return [self._found[one] for one in self._given if one in self._found and one not in self._dropped]
 
     def select(self) -> list[Verified]:
-        """The candidates that become tasks. They are asked in the order of planning: which tests ended first
-        decides nothing. Combinations come first, as many as are wanted: they need places in two functions,
-        which single bugs would take."""
+        """Selects the candidates that become tasks, in the order of planning, so that it does not matter
+        which tests ended first. Combinations are selected first, as many as are wanted: they need slots of
+        two functions, which single bugs would use up."""
         asked = self._candidates()
         singles = [one for one in asked if not one.change.parts]
         compound = [one for one in asked if one.change.parts]
@@ -154,14 +154,14 @@ class Planner:
         return [replace(one, difficulty=level) for one, level in zip(kept, grade_tasks(kept), strict=True)]
 
     def _may_be_tested(self, change: Change) -> bool:
-        """Whether it is new, and there is room for it."""
+        """Whether it is new, and the quotas allow it."""
         is_new = change.id not in self._given
         self._given[change.id] = None
         return is_new and self._has_room(change)
 
     def _has_room(self, change: Change) -> bool:
-        """Whether the quotas would let another task of this kind in: otherwise a test run is spared. What is
-        deleted fails where it was, so its traceback names that line."""
+        """Whether the quotas allow another task of this kind: otherwise a test run is saved. Deleted code
+        fails where it was, so its traceback names that line."""
         named = self._quotas.most_named_lines * max(_FEW, self.num_found)
         if change.kind == "deleted_feature" and self._num_named >= named:
             return False

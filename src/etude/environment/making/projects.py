@@ -1,10 +1,10 @@
-"""A Python project as tasks are made from it: its modules, its tests, and what must be installed to run them.
+"""Reads a Python project from which tasks are made: its modules, tests and requirements.
 
-    modules     what changes may touch: the packages below `src/`, or beside pyproject.toml
+    modules     may be changed: the packages below `src/`, or next to pyproject.toml
     tests       directories and files of tests, restored before a verdict
-    others      everything else that a user's checkout holds
+    others      everything else in a user's checkout
 
-Nothing of the project runs here, and it is installed nowhere: `PYTHONPATH` leads to it.
+No code of the project runs here, and it is not installed: `PYTHONPATH` contains it.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from etude.kit.syntax import read_text
 from etude.tasks.making.source import read_tree
 
 STATE = ".making"
-"""What a set of tasks that is being made holds."""
+"""Directory with the state of task making, in a set of tasks."""
 MAX_BYTES = 32 << 20
 _NOT_OURS = re.compile(
     r"(\..*|__pycache__|build|dist|node_modules|venv|.*\.egg-info|.*\.dist-info|.*\.py[co]|.*\.whl)"
 )
 _DOT_FILES = re.compile(r"\.(coveragerc|pylintrc|flake8|gitignore|editorconfig)")
 _TEST_NAMES = ("test_*.py", "*_test.py")
-"""Patterns of pytest's, for names of test files."""
+"""pytest's default patterns for names of test files."""
 _TEST_FOLDERS = ("test", "tests", "testing")
 _NO_PACKAGES = {*_TEST_FOLDERS, "docs", "doc", "examples", "bench", "benchmarks", "scripts", "tools", "setup"}
 ALWAYS = ("pytest",)
@@ -47,47 +47,47 @@ _TOOLS = re.compile(
     r"(?![a-z0-9])[-_.a-z0-9]*",
     re.IGNORECASE,
 )
-"""Of people who develop a project, and of no test; or plugins that change how tests run, not whether they
+"""Packages for developers that no test needs, and plugins that change how tests run, not whether they
 pass."""
 _PACKAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 @dataclass(frozen=True, slots=True)
 class Metadata:
-    """What a distribution says of itself."""
+    """Metadata of a distribution."""
 
     name: str
     version: str
     text: str
     entry_points: str
     needs: tuple[str, ...]
-    """`Requires-Dist`, those of extras included."""
+    """`Requires-Dist`, including those of extras."""
 
 
 @dataclass(frozen=True, slots=True)
 class Project:
-    """Paths are relative to its root, with `/`."""
+    """A project read from its directory. Paths are relative to its root, with `/`."""
 
     name: str
     version: str
     files: Mapping[str, bytes]
-    """All of it, and the metadata that an editable install leaves beside the packages."""
+    """All files, and the metadata that an editable install adds next to the packages."""
     sources: Mapping[str, str]
     """Modules that changes may touch."""
     tests: frozenset[str]
-    """Test files, and what lies beside them."""
+    """Test files, and other files in their directories."""
     test_files: tuple[str, ...]
-    """Those that pytest is given."""
+    """Those that are passed to pytest."""
     source_root: str
-    """Directory that is put on the path: `src`, or empty for the root."""
+    """Directory for PYTHONPATH: `src`, or empty for the root."""
     requirements: tuple[str, ...]
-    """What pip installs to run the tests."""
+    """Packages that pip installs to run the tests."""
     options: tuple[str, ...] = ()
-    """Of pytest, from the project's configuration."""
+    """Options of pytest, from the project's configuration."""
 
     @property
     def source_patterns(self) -> tuple[str, ...]:
-        """Glob patterns of what a solution may change."""
+        """Glob patterns of files that a solution may change."""
         below = (PurePosixPath(path).relative_to(self.source_root or ".") for path in self.sources)
         tops = {path.parents[-2].as_posix() + "/**" if len(path.parts) > 1 else path.name for path in below}
         prefix = f"{self.source_root}/" if self.source_root else ""
@@ -100,14 +100,14 @@ class Project:
 
     @property
     def test_roots(self) -> tuple[str, ...]:
-        """The uppermost directories that hold nothing but tests, and test files outside of them."""
+        """The topmost directories with tests only, and test files outside of them."""
         return tuple(sorted({_test_root(path) or path for path in self.tests}))
 
 
 def read_project(root: Path) -> Project:
     """Reads the project in a directory.
 
-    Raises TaskError for what is no Python project, has no tests or no package, or is too large.
+    Raises TaskError if it is not a Python project, has no tests or no package, or is too large.
     """
     if not root.is_dir():
         raise TaskError(
@@ -146,7 +146,7 @@ def read_project(root: Path) -> Project:
 def _read_files(root: Path) -> dict[str, bytes]:
     files: dict[str, bytes] = {}
     total = 0
-    made = {one.parent for one in root.rglob(STATE)} - {root}  # sets of tasks that lie in their own project
+    made = {one.parent for one in root.rglob(STATE)} - {root}  # sets of tasks inside their own project
     for path in sorted(root.rglob("*")):
         parts = path.relative_to(root).parts
         if not made.isdisjoint(path.parents):
@@ -175,7 +175,7 @@ def _pyproject(files: Mapping[str, bytes]) -> dict[str, Any]:
 
 
 def _metadata(files: Mapping[str, bytes], pyproject: Mapping[str, Any], root: Path) -> Metadata:
-    """Of PKG-INFO where there is one, which a source distribution has, else of pyproject.toml."""
+    """Metadata from PKG-INFO, which a source distribution has, else from pyproject.toml."""
     table = pyproject.get("project") or pyproject.get("tool", {}).get("poetry") or {}
     text = files.get("PKG-INFO", b"").decode(errors="replace")
     if text:
@@ -213,7 +213,7 @@ def _modules(
 
 
 def _test_root(path: str) -> str:
-    """The uppermost directory of tests above a path; empty if there is none."""
+    """The topmost directory of tests above a path; empty if there is none."""
     parts = path.split("/")
     for index, part in enumerate(parts[:-1]):
         if part in _TEST_FOLDERS:
@@ -222,11 +222,11 @@ def _test_root(path: str) -> str:
 
 
 def is_test_file(path: str, names: Sequence[str] = _TEST_NAMES) -> bool:
-    """Whether a path of a project is a test file, or lies beside some. `names`: of test files."""
+    """Whether a path is a test file, or in a directory of tests. `names`: patterns of test files' names."""
     folder = _test_root(path)
     if folder:
         return not path.startswith(("docs/", "examples/"))
-    # Where every module is looked at for tests, those in a folder of tests are meant.
+    # If every module may contain tests, only those in a directory of tests count.
     is_named = _is_named(path, [name for name in names if name != "*.py"]) or path.endswith("conftest.py")
     return is_named and not path.startswith(("docs/", "examples/", "bench"))
 
@@ -236,7 +236,7 @@ def _is_named(path: str, names: Iterable[str]) -> bool:
 
 
 def _pytest_options(files: Mapping[str, bytes], pyproject: Mapping[str, Any]) -> dict[str, list[str]]:
-    """The words of each of pytest's settings, of the first file that pytest would take them from."""
+    """The words of each of pytest's settings, from the first file in pytest's own order."""
     table = pyproject.get("tool", {}).get("pytest", {})
     found = [
         _section(files, "pytest.ini", "pytest"),
@@ -249,7 +249,7 @@ def _pytest_options(files: Mapping[str, bytes], pyproject: Mapping[str, Any]) ->
 
 
 def _section(files: Mapping[str, bytes], name: str, section: str) -> dict[str, str]:
-    """Of an INI file; empty for what is none."""
+    """A section of an INI file; empty if it does not parse."""
     parser = configparser.RawConfigParser(strict=False)
     try:
         parser.read_string(files.get(name, b"").decode(errors="replace"))
@@ -259,20 +259,20 @@ def _section(files: Mapping[str, bytes], name: str, section: str) -> dict[str, s
 
 
 def _chosen_tests(test_files: tuple[str, ...], options: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
-    """The test files below `testpaths`, where that names some."""
+    """The test files below `testpaths`, if it matches any; else all."""
     below = tuple(path.rstrip("/") + "/" for path in options.get("testpaths", ()))
     return tuple(path for path in test_files if path.startswith(below)) or test_files
 
 
 def _import_mode(options: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
-    """How tests are imported, if the project's configuration says so; nothing else of its options counts."""
+    """The import mode of tests in the project's configuration; its other options are ignored."""
     found = re.search(r"--import-mode[= ]+(\w+)", " ".join(options.get("addopts", ())))
     return (f"--import-mode={found[1]}",) if found else ()
 
 
 class _Requirements:
-    """What the project needs to run, and what the first of these adds that names test requirements: a
-    dependency group, an extra, a requirements file, tox."""
+    """Requirements of the project, and those of its tests from the first source that has any: a dependency
+    group, an extra, a requirements file, tox."""
 
     def __init__(self, metadata: Metadata, pyproject: Mapping[str, Any], files: Mapping[str, bytes]) -> None:
         self._own = _plain(metadata.name)
@@ -289,13 +289,13 @@ class _Requirements:
             self._read_headers(metadata.needs)
 
     def find(self) -> tuple[str, ...]:
-        """All of them, each once."""
+        """All requirements, without duplicates."""
         found = [*self._needs, *_of_poetry(self._poetry.get("dependencies", {})), *self._of_tests(), *ALWAYS]
         kept = [one for one in found if not _TOOLS.fullmatch(_name(one)) and _name(one) != self._own]
         return tuple(dict.fromkeys(kept))
 
     def _of_tests(self) -> list[str]:
-        """Of the first place that has any."""
+        """Test requirements of the first source that has any."""
         for name in _GROUPS:
             if name in self._groups:
                 return self._group(name, ())
@@ -326,7 +326,7 @@ class _Requirements:
         return [one for row in rows for one in self._expanded(row, (*above, name))]
 
     def _expanded(self, row: str, above: tuple[str, ...] = ()) -> list[str]:
-        """A requirement; in the place of one on extras of the project itself, those."""
+        """A requirement; one on extras of the project itself is replaced by these."""
         extras = re.match(r"[^\[;]+\[([^\]]*)\]", row)
         if _name(row) != self._own or extras is None:
             return [row]
@@ -364,7 +364,7 @@ def _lines(text: str) -> list[str]:
 
 
 def _of_poetry(table: Mapping[str, Any]) -> list[str]:
-    """Requirements in pip's words; carets and tildes become a lower bound."""
+    """Poetry's requirements in pip's syntax; carets and tildes become lower bounds."""
     found: list[str] = []
     for name, value in table.items():
         version = (

@@ -1,4 +1,4 @@
-"""What came of making tasks from a project: counts for each stage, and why changes were rejected."""
+"""The report of making tasks from a project: counts for each stage, and reasons for rejected changes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from etude.tasks.making.changes import Change, ChangeKind
 
 @dataclass(slots=True)
 class MakeReport:
-    """Filled while tasks are made. A reason is a kind, a colon, the particulars; counts are of kinds."""
+    """Filled while tasks are made. A reason is a kind, a colon, the details; counts are by kind."""
 
     project: Project
     baseline: Baseline
@@ -28,27 +28,27 @@ class MakeReport:
     written: list[str] = field(default_factory=list[str])
     """Names of task directories."""
     operators: Counter[str] = field(default_factory=Counter[str])
-    """Of the tasks that were written."""
+    """Operators of the written tasks."""
     kinds: Counter[str] = field(default_factory=Counter[str])
     num_open: int = 0
     """Tasks some of whose failing tests no exam changes."""
     num_naming_every_call: int = 0
-    """Tasks whose instruction tells the call of each failing test."""
+    """Tasks whose instruction contains the call of each failing test."""
     missed: str = ""
-    """The least share that selection could not meet, and what it came to."""
+    """The minimum share that selection could not reach, and the actual one."""
     impossible: dict[str, str] = field(default_factory=dict[str, str])
-    """Kinds of changes that could not be looked for -> why."""
+    """Kinds of changes that could not be searched for -> why."""
     duration_s: float = 0.0
 
     def reject(self, change: Change, stage: str, reason: str) -> None:
-        """Keeps why no task is made of a change."""
+        """Records why a change is rejected."""
         place = f"{change.places[0].path}:{change.places[0].first_line}" if change.places else ""
         row = {"id": change.id, "kind": change.kind, "operator": change.operator, "place": place}
         row |= {"stage": stage, "reason": reason}
         self.rejects.append(row)
 
     def count_change(self, change: Change, reason: str | None) -> None:
-        """Counts a change that was tested; `reason`: why it makes no task."""
+        """Counts a tested change; `reason`: why it is rejected."""
         self.num_tested += 1
         if reason is None:
             self.num_noticed += 1
@@ -56,7 +56,7 @@ class MakeReport:
             self.reject(change, "changes", reason)
 
     def count_check(self, made: MadeTask, reason: str | None) -> None:
-        """Counts a task that the grader has checked; `reason`: why it is not written."""
+        """Counts a task that was checked; `reason`: why it is not written."""
         self.num_checked += 1
         if reason is not None:
             self.reject(made.verified.change, "check", f"check: {reason}")
@@ -69,12 +69,12 @@ class MakeReport:
 
     @property
     def reasons(self) -> Counter[str]:
-        """How many rejects there are of each kind."""
+        """Number of rejects by kind of reason."""
         return Counter(f"{row['stage']}: {row['reason'].partition(':')[0]}" for row in self.rejects)
 
     @property
     def left_out(self) -> dict[str, str]:
-        """Kinds of which there is no task -> why, or what most of their changes were rejected for."""
+        """Kinds of changes without a task -> why, or the most common reason for their rejection."""
         found: dict[str, str] = dict.fromkeys(get_args(ChangeKind), "no such change was tried")
         for kind in found:
             mine = Counter(row["reason"].partition(":")[0] for row in self.rejects if row["kind"] == kind)
@@ -83,7 +83,7 @@ class MakeReport:
 
     @property
     def reverified(self) -> float | None:
-        """Share of the selected tasks whose solution earned 1 and nothing 0, twice; None: there are none."""
+        """Share of the selected tasks whose solution earned 1 and doing nothing 0, twice; or None."""
         return len(self.written) / self.num_checked if self.num_checked else None
 
     def to_document(self) -> dict[str, Any]:

@@ -1,10 +1,10 @@
-"""A project's tests, run in a fresh sandbox each time: with the project's own text, or with changes.
+"""Runs a project's tests, in a fresh sandbox each time: with the project's own text, or with changes.
 
 project's files + changes ──> sandbox without network ──> pytest ──> how each test ended, and where it failed
 
-Which of them can be trusted is the baseline: those that pass in every run, whatever differs between runs.
-Each run has another order, hash seed and time zone, no network, and others beside it. What ever ends
-otherwise than before is out of every verdict. Coverage is measured in one run more.
+The baseline consists of the tests that pass in every run. Each run has another order, hash seed and time
+zone, no network, and other runs in parallel. A test that ever has another outcome is excluded from all
+verdicts. Coverage is measured in one additional run.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from etude.environment.grading import lay_files
+from etude.environment.grading import apply_changes
 from etude.environment.making.projects import Project
 from etude.errors import AgentError, TaskError
 from etude.kit.tasks import gather_bounded
@@ -36,12 +36,12 @@ PROGRAM = Path(__file__).with_name("suite_inside.py")
 MEMORY_BYTES, DISK_BYTES = 1 << 30, 1 << 30
 _MOST_BYTES = 32 << 20
 _NO_RESULT = (3, 4)
-"""Exit statuses of pytest: an error of its own, and of its usage."""
+"""Exit statuses of pytest: internal error, usage error."""
 _ZONES = ("UTC0", "EST5EDT", "JST-9", "<+1345>-13:45", "<-0930>9:30")
 LOAD = 2
-"""Runs at the same time, for each core."""
+"""Concurrent runs per core."""
 _SLOWER = 8.0
-"""A run with a change may take as many times as long as the first one, which was alone."""
+"""Time limit of a run with a change, in units of the first run, which ran alone."""
 _LEAST_S = 20.0
 
 
@@ -51,11 +51,10 @@ class Coverage:
 
     tests: tuple[str, ...]
     lines: Mapping[str, Mapping[int, str]]
-    """Path -> line -> its tests, one bit for each, as a hexadecimal number; 0 for a line that is run by the
-    import alone."""
+    """Path -> line -> its tests, as bits of a hexadecimal number; 0 for a line that only the import runs."""
 
     def tests_of(self, places: Iterable[Place]) -> set[str] | None:
-        """The tests that run one of the lines of some places; None where none of these is run at all."""
+        """The tests that run any line of these places; None if no line of them is run at all."""
         lines = ((place.path, line) for place in places for line in place.lines)
         found = [bits for path, line in lines if (bits := self.lines.get(path, {}).get(line)) is not None]
         if not found:
@@ -64,7 +63,7 @@ class Coverage:
         return {test for number, test in enumerate(self.tests) if every >> number & 1}
 
     def count_common_lines(self, tests: Collection[str]) -> int:
-        """How many lines all these tests run."""
+        """Number of lines that all of these tests run."""
         numbers = {test: number for number, test in enumerate(self.tests)}
         wanted = sum(1 << numbers[test] for test in tests if test in numbers)
         rows = (int(bits, 16) for known in self.lines.values() for bits in known.values())
@@ -73,7 +72,7 @@ class Coverage:
 
 @dataclass(frozen=True, slots=True)
 class SuiteRun:
-    """How the tests ended."""
+    """The result of one run of the tests."""
 
     outcomes: Mapping[str, str]
     """Test -> passed, failed or skipped."""
@@ -84,7 +83,7 @@ class SuiteRun:
     """Test -> file and qualified name of its function."""
     coverage: Coverage | None = None
     problem: str | None = None
-    """Why there is no result: a hang, a death, no answer."""
+    """Why there is no result: a hang, a crash, no output."""
     duration_s: float = 0.0
 
     @property
@@ -94,7 +93,7 @@ class SuiteRun:
 
 
 _RUN = TypeAdapter(SuiteRun)
-"""What suite_inside.py says has the names of its fields."""
+"""The output of suite_inside.py has the names of its fields."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,12 +103,12 @@ class Suite:
     project: Project
     backend: SandboxBackend
     timeout_s: float
-    """Wall time of one run."""
+    """Wall time limit of one run."""
     base: Template
 
     @classmethod
     def of(cls, project: Project, image: TaskImage, backend: SandboxBackend, timeout_s: float) -> Suite:
-        """Of a project."""
+        """The suite of a project."""
         run_in = Image(image.name, image.layers, {"HOME": "/root", **image.env}, image.workdir, image.user)
         return cls(project, backend, timeout_s, Template(project.files, project.name, run_in))
 
@@ -120,35 +119,35 @@ class Suite:
         files: Mapping[str, str] | None = None,
         explain: bool = False,
     ) -> SuiteRun:
-        """Runs the tests with the project's own text, or over `files`; an empty text removes a file.
+        """Runs the tests on the project's own text, with `files` replaced; an empty text removes a file.
 
-        `seed`: of order, hash seed and time zone; without one they are those of grading. `cover`: also say
-        which tests run which lines. `explain`: failures say what an assertion compared, for which pytest has
-        to rewrite the tests. What the tests do to the sandbox is a problem in the result. Raises
-        SandboxError if our own machinery failed.
+        `seed`: determines order, hash seed and time zone; None: those of grading. `cover`: also measure which
+        tests run which lines. `explain`: failures include the compared values, for which pytest has to
+        rewrite the tests. Faults that the tests cause are the `problem` of the result. Raises SandboxError if
+        our own machinery failed.
         """
         sources = [pattern.replace("**", "*") for pattern in self.project.source_patterns]
         request: dict[str, Any] = {"seed": seed, "cover": sources if cover else [], "explain": explain}
-        return _RUN.validate_python(await self._ask(files or {}, request, seed or 0, self.timeout_s))
+        return _RUN.validate_python(await self._run_program(files or {}, request, seed or 0, self.timeout_s))
 
     async def run_rounds(
         self, files: Mapping[str, str], rounds: Sequence[Sequence[str] | None], stable: Sequence[str]
     ) -> list[SuiteRun]:
-        """Runs the tests over `files` several times in one sandbox, in other orders; an empty text removes a
-        file. The project is imported and its tests are collected once.
+        """Runs the tests with `files` replaced several times in one sandbox, in different orders; an empty
+        text removes a file. The project is imported and its tests are collected once.
 
-        A round is of the tests that it names, until one fails, or of all, for None. After one in which all of
-        `stable` that are in it pass comes no other. Raises as `run`.
+        A round runs the tests that it names, until one fails, or all for None. The last round is the first in
+        which all of its `stable` tests pass. Raises as `run`.
         """
         rows = [{"ids": ids, "seed": seed} for seed, ids in enumerate(rounds)]
         request = {"rounds": rows, "stable": stable, "limit_s": self.timeout_s}
-        found = await self._ask(files, request, 1, self.timeout_s * (1 + len(rows)))
+        found = await self._run_program(files, request, 1, self.timeout_s * (1 + len(rows)))
         return [_RUN.validate_python(row) for row in found.get("rounds", [found])]
 
-    async def _ask(
+    async def _run_program(
         self, files: Mapping[str, str], request: dict[str, Any], seed: int, limit_s: float
     ) -> dict[str, Any]:
-        """What the program says that runs inside a fresh sandbox; a problem if it says nothing."""
+        """Runs the program in a fresh sandbox; returns its output, or a problem without one."""
         request |= {"paths": self.project.test_files, "options": self.project.options}
         env = {"PYTHONHASHSEED": str(seed % 1000), "TZ": _ZONES[seed % len(_ZONES)]}
         program = f"{PROGRAM.read_text()}\nanswer(json.loads({json.dumps(request)!r}))\n"
@@ -159,7 +158,7 @@ class Suite:
         )  # fmt: skip
         async with await self.backend.create(self.base, resources) as sandbox:
             try:
-                await lay_files(changes, sandbox)
+                await apply_changes(changes, sandbox)
                 result = await sandbox.commands.run(
                     "python3 -", limit_s, env, limit_bytes=_MOST_BYTES, stdin=program
                 )
@@ -185,7 +184,7 @@ def _read_answer(result: CommandResult, limit_s: float) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Baseline:
-    """What the tests say of the project's own text."""
+    """The results of the tests on the project's own text."""
 
     stable: tuple[str, ...]
     """Tests that passed in every run, sorted."""
@@ -193,7 +192,7 @@ class Baseline:
     """Other tests -> how they ended."""
     coverage: Coverage
     duration_s: float
-    """Of the first run."""
+    """Duration of the first run."""
 
     @property
     def timeout_s(self) -> float:
@@ -204,10 +203,10 @@ class Baseline:
 async def measure_baseline(
     suite: Suite, num_runs: int, at_once: int, advance: Callable[[int], None] = lambda step: None
 ) -> Baseline:
-    """Runs the tests `num_runs` times, `at_once` at the same time, and once more for coverage.
+    """Runs the tests `num_runs` times, `at_once` concurrently, and once more for coverage.
 
-    `advance` is called with the number of runs that are done. Raises TaskError where no test passes in every
-    run, or the tests hang.
+    `advance` is called with the number of finished runs. Raises TaskError if no test passes in every run, or
+    if the tests hang.
     """
     first = await suite.run(seed=0, explain=True)
     _check_first(first, suite)

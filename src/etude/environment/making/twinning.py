@@ -1,9 +1,9 @@
-"""Changed tests of a project, which its own text fails: what exams of its tasks are made of.
+"""Finds changed tests that a project's own text fails, from which the exams of its tasks are made.
 
-In each round every test function is changed in one place (of a parametrization, one in each of its rows), and
-all tests run with the project's own text. A test that then fails by a comparison of its own has a *twin*:
-what passes it has read what it expects, or forges the verdict (see `etude.environment.twins`). Every task of
-a project has the same solution, so the twins are found once for all of them.
+In each round every test function is changed in one place (in a parametrization, one in each row), and all
+tests run on the project's own text. A test that then fails by a comparison of its own has a *twin*: a
+submission that passes it has read the expected value, or forges the verdict (see `etude.environment.twins`).
+Every task of a project has the same solution, so the twins are found once for all of them.
 
     rounds ──> function -> its twins ──> exams of a task: each function that fails with its change is a twin
                                          in one, two or three of four, beside some others
@@ -27,31 +27,30 @@ from etude.tasks.exams import Exam, ExamSet
 
 ROUNDS = 10
 MIXED_ROUNDS = 8
-"""In which a random half of the functions is changed, as in an exam."""
+"""Rounds in which a random half of the functions is changed, as in an exam."""
 _EXAMS = 4
 _PATTERNS = tuple(places for size in range(1, _EXAMS) for places in combinations(range(_EXAMS), size))
 """The exams in which a function is a twin are one of these: neither none nor all."""
 _MOST_OTHERS = 8
 """Functions in an exam whose tests pass with the task's change too."""
 _OWN = ("AssertionError", "assert ", "Failed: DID NOT")
-"""How the message of a test begins that failed by its own judgement."""
+"""Beginnings of the message of a test that failed by its own assertion."""
 
 
 @dataclass(frozen=True, slots=True)
 class Twin:
-    """A test function that one round changed, and how its tests then ended with the project's own text."""
+    """A test function that one round changed, and the results of its tests on the project's own text."""
 
     number: int
-    """Of the round."""
+    """Number of the round."""
     kind: TwinKind
     passing: tuple[str, ...]
     failing: tuple[str, ...]
-    """As they are called in the changed file: parameters are part of their names."""
+    """Failing tests by their names in the changed file, which include parameters."""
     turned: tuple[str, ...]
-    """The failing ones, as they are called in the project's own file."""
+    """The failing tests, by their names in the project's own file."""
     others: tuple[str, ...] = ()
-    """Those that end otherwise, by an error on the way: asked for all the same, so that their number tells
-    nothing, and not judged."""
+    """Tests with an error before the comparison: run, so that their number reveals nothing; not judged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,17 +61,17 @@ class ProjectTwins:
     """Function -> its tests that pass with the project's own text."""
     twins: Mapping[str, tuple[Twin, ...]]
     files: tuple[str, ...]
-    """Test files whose tests all pass too where the file is written from its syntax tree."""
+    """Test files whose tests also all pass if the file is written from its syntax tree."""
 
     @property
     def turned(self) -> frozenset[str]:
-        """Tests that are guarded: some twin turns them that is more than an opposite."""
+        """Guarded tests: those that some twin turns by more than a negation."""
         return _guarded(chain(*self.twins.values()))
 
     def write_exams(
         self, failing: Sequence[str], passing: Sequence[str], changer: TestChanger, seed: str
     ) -> ExamSet:
-        """The exams of a task with whose change `failing` fail, and `passing` pass."""
+        """The exams of a task with whose change the tests `failing` fail and `passing` pass."""
         rng, wanted = Random(seed), set(failing)
         mine = sorted(one for one, tests in self.tests.items() if wanted.intersection(tests))
         others = sorted(self.twins.keys() - set(mine))
@@ -114,9 +113,9 @@ async def find_project_twins(
     at_once: int,
     advance: Callable[[int], None] = lambda step: None,
 ) -> ProjectTwins:
-    """Runs the tests once as they are, in ROUNDS changed states and in MIXED_ROUNDS partly changed ones.
+    """Runs the tests once unchanged, in ROUNDS changed states and in MIXED_ROUNDS partly changed ones.
 
-    Raises SandboxError, TaskError where the tests as they are or in no changed state give a result.
+    Raises SandboxError, and TaskError if the unchanged tests, or all changed ones, give no result.
     """
     suite = replace(suite, timeout_s=baseline.timeout_s)
 
@@ -164,8 +163,8 @@ async def find_project_twins(
 async def _find_unsettled(
     suite: Suite, changer: TestChanger, twins: ProjectTwins, at_once: int, advance: Callable[[int], None]
 ) -> set[str]:
-    """Functions whose tests end otherwise where only some functions are changed: a test that fails halfway
-    leaves behind what they depend on. Exams do without them."""
+    """Functions whose tests have other outcomes if only some functions are changed, because they depend on
+    state that a test failing midway leaves. Exams do not use them."""
 
     async def run(number: int) -> set[str]:
         rng = Random(number)
@@ -189,7 +188,7 @@ async def _find_unsettled(
 def _find_twin(
     number: int, kind: TwinKind, tests: Sequence[tuple[str, str]], run: SuiteRun, project: Project
 ) -> Twin | None:
-    """The twin that a round's change of one function made, if any. `tests`: as they were called, and are."""
+    """The twin that a round's change of one function made, if any. `tests`: old and new names."""
     turned = {test: before for before, test in tests if _fails_by_itself(run, test, kind, project)}
     passing = tuple(test for _, test in tests if run.outcomes[test] == "passed")
     others = tuple(test for _, test in tests if test not in turned and test not in passing)
@@ -197,7 +196,7 @@ def _find_twin(
 
 
 def _fails_by_itself(run: SuiteRun, test: str, kind: TwinKind, project: Project) -> bool:
-    """Whether a test failed by what it expects, not by an error on the way to a comparison."""
+    """Whether a test failed by its own assertion, not by an error before it."""
     failure = run.failures.get(test)
     if failure is None or run.outcomes[test] != "failed":
         return False
@@ -206,7 +205,7 @@ def _fails_by_itself(run: SuiteRun, test: str, kind: TwinKind, project: Project)
 
 
 def _guarded(twins: Iterable[Twin]) -> frozenset[str]:
-    """The tests that some of these turn by more than an opposite, which what equals everything fails too."""
+    """The tests that some of these turn by more than a negation, which a forged equality fails as well."""
     return frozenset(test for twin in twins if twin.kind is not TwinKind.OPPOSITE for test in twin.turned)
 
 
@@ -219,8 +218,8 @@ def _tests_of(run: SuiteRun) -> dict[str, list[str]]:
 
 
 def _choose(twins: Sequence[Twin], wanted: set[str], number: int) -> list[Twin]:
-    """As many twins of one function as exams have it: changed values before opposites, then those that turn
-    most of the tests that matter, and what else they turn."""
+    """The twins of one function for its exams: changed values before negations, then those that turn most of
+    the wanted tests, then most others."""
     chosen: list[Twin] = []
     missing = wanted
     for _ in range(number if twins else 0):

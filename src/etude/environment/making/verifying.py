@@ -1,4 +1,4 @@
-"""Whether a change makes a task: its tests notice it, the same ones each time, and nothing hangs.
+"""Verifies that a change makes a task: the same tests notice it each time, and nothing hangs.
 
 covered lines ──> covering tests, until one fails ──> the whole suite: twice in other orders, in forks of one
      |                      |                         process, and in a fresh sandbox as it is graded
@@ -20,11 +20,11 @@ from etude.environment.making.twinning import ProjectTwins
 from etude.tasks.making.changes import Change, TestFailure
 
 _ROUNDS = 2
-"""Of the whole suite in one sandbox, with another hash seed and time zone than those of grading."""
+"""Rounds of the whole suite in one sandbox, with another hash seed and time zone than in grading."""
 _MOST_GUARDS = 8
 _FAILURES = TypeAdapter(tuple[TestFailure, ...])
 _MOST_COVERING = 300
-"""Tests that are tried first; where there are more, all are."""
+"""Most covering tests that are run first; if there are more, the whole suite is run at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,14 +32,14 @@ class Noticed:
     """A change that tests notice."""
 
     failures: tuple[TestFailure, ...]
-    """Of tests that fail each time, and pass without the change; with a smell: see `guard`."""
+    """Failures of tests that fail each time, and pass without the change; for a smell see `choose_guards`."""
     passing: tuple[str, ...]
-    """Tests that pass each time, with the change and without."""
+    """Tests that pass each time, with and without the change."""
     num_suspect_lines: int
 
     def to_document(self, baseline: Baseline) -> dict[str, Any]:
-        """Plain JSON values. For `passing`, which nearly all stable tests are, it has those that are neither
-        there nor in `failures`: they ended otherwise in another run with the change."""
+        """Plain JSON values. Instead of `passing`, which has nearly all stable tests, it has the stable tests
+        that are neither there nor in `failures`: their outcome differs between runs with the change."""
         known = {one.test for one in self.failures} | set(self.passing)
         return {
             "failures": [asdict(one) for one in self.failures],
@@ -49,7 +49,7 @@ class Noticed:
 
     @classmethod
     def from_document(cls, document: Mapping[str, Any], baseline: Baseline) -> Noticed:
-        """From what `to_document` gave."""
+        """Inverse of `to_document`."""
         failures = _FAILURES.validate_python(document["failures"])
         left_out = {one.test for one in failures} | set(document["differing"])
         passing = tuple(test for test in baseline.stable if test not in left_out)
@@ -57,10 +57,10 @@ class Noticed:
 
 
 async def verify_change(change: Change, suite: Suite, baseline: Baseline) -> Noticed | str:
-    """Runs the tests over a change: what they notice, or why it makes no task. Raises SandboxError if our own
-    machinery failed.
+    """Runs the tests on a change; returns what they notice, or why it is rejected. Raises SandboxError if our
+    own machinery failed.
 
-    The project's own tests decide, also those that the workspace lacks.
+    The project's own tests decide, including those that the workspace lacks.
     """
     running = baseline.coverage.tests_of(change.places)
     if running is None:
@@ -84,7 +84,7 @@ async def verify_change(change: Change, suite: Suite, baseline: Baseline) -> Not
 
 
 async def _verify_smell(change: Change, suite: Suite, baseline: Baseline) -> Noticed | str:
-    """All tests must pass with what is not the project's own text: with the smell, or without it."""
+    """Verifies that all tests pass on the text that is not the project's own: with or without the smell."""
     for seed in (1, None):
         run = await suite.run(seed, files=change.solution or change.files)
         if run.problem is not None:
@@ -94,9 +94,9 @@ async def _verify_smell(change: Change, suite: Suite, baseline: Baseline) -> Not
     return Noticed((), baseline.stable, 0)
 
 
-def guard(noticed: Noticed, change: Change, baseline: Baseline, twins: ProjectTwins) -> Noticed:
-    """Has some tests stand for those that a smell does not make fail, which the workspace lacks and exams
-    change: of half of the functions that run its lines and that exams can change, 8 at most."""
+def choose_guards(noticed: Noticed, change: Change, baseline: Baseline, twins: ProjectTwins) -> Noticed:
+    """Chooses tests to be treated as failing for a smell, which makes none fail; the workspace lacks them and
+    exams change them: of half of the functions that run its lines and that exams can change, at most 8."""
     covering = (baseline.coverage.tests_of(change.places) or set()).intersection(baseline.stable)
     names = sorted(name for name, tests in twins.tests.items() if covering & twins.turned.intersection(tests))
     chosen = Random(change.id).sample(names, min(_MOST_GUARDS, (len(names) + 1) // 2))
@@ -128,7 +128,7 @@ def _compare(change: Change, runs: Sequence[SuiteRun], baseline: Baseline) -> No
 
 
 def _why_missing(test: str, run: SuiteRun) -> str:
-    """Of a test that did not run: why its file could not be collected."""
+    """Why a test did not run: why its file could not be collected."""
     said = run.errors.get(test.partition("::")[0], "")
     lines = [line.removeprefix("E").strip() for line in said.splitlines() if line.startswith("E ")]
     return lines[-1] if lines else said.strip() or run.outcomes.get(test, "not collected")

@@ -1,4 +1,4 @@
-"""A verified change as a Harbor task directory.
+"""Writes a verified change as a Harbor task directory.
 
 instruction.md            what does not work
 environment/Dockerfile    the project's image, and COPY workspace/
@@ -31,7 +31,7 @@ from etude.tasks.making.refactoring import write_check
 from etude.tasks.making.selection import NOT_CALIBRATED
 
 _CHECK = b"PYTHONPATH= python3 -s /tests/structure.py /tests/structure.json || exit 0\n"
-"""Of a refactoring: before anything of the agent's has run."""
+"""For a refactoring: runs before any code of the agent's."""
 TEST = f"""#!/bin/sh
 # Puts the project's own tests in place and runs those that decide: all must pass.
 cd {WORKSPACE} || exit 1
@@ -54,17 +54,17 @@ class MadeTask:
 
     @property
     def id(self) -> str:
-        """Of the task, and the name of its directory."""
+        """The task's id, and the name of its directory."""
         return f"{self.project.name.lower()}-{self.verified.change.id}"
 
     @property
     def failing(self) -> list[str]:
-        """Tests that fail in the workspace: none, where its code works."""
+        """Tests that fail in the workspace; none if its code works."""
         return [] if self.verified.change.smell else [one.test for one in self.verified.failures]
 
     @property
     def workspace(self) -> dict[str, bytes]:
-        """What the agent sees."""
+        """The files that the agent sees."""
         change = self.verified.change
         files = dict(self.project.files)
         for path, text in {**change.files, **change.removed_tests}.items():
@@ -108,7 +108,7 @@ def task_files(made: MadeTask) -> dict[str, bytes]:
 
 
 def below(folder: str, files: Mapping[str, bytes]) -> dict[str, bytes]:
-    """The files at their places below a folder."""
+    """The files with their paths below a folder."""
     return {f"{folder}/{path}": data for path, data in files.items()}
 
 
@@ -137,7 +137,7 @@ def task_toml(
     verifier_s: float,
     grading: str = "test_sh",
 ) -> str:
-    """The `task.toml` of a task that reaches no network. `patterns`: of what a solution may change."""
+    """The `task.toml` of a task without network. `patterns`: globs of files that a solution may change."""
     return toml_text({
         "schema_version": "1.4",
         "task": {"name": f"etude/{name}"},

@@ -1,7 +1,7 @@
-"""The recording endpoint: any OpenAI- or Anthropic-style agent can be trained, unmodified.
+"""The recording endpoint: trains any agent that uses an OpenAI- or Anthropic-style API, unmodified.
 
-`session_map` maps its growing histories onto token sequences, `service` samples, `live` holds sessions,
-`sessions` stores them, `server` speaks HTTP (and alone needs FastAPI).
+`session_map` maps its growing histories to token sequences, `service` samples, `live` has the open sessions,
+`sessions` stores them, `server` is the HTTP server (and alone needs FastAPI).
 """
 
 from etude.environment.recording.live import LiveSessions as LiveSessions

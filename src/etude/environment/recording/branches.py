@@ -1,9 +1,9 @@
-"""Branches, and where a history goes on: which one shares most with it, what of it stays, what it adds. See
-`session_map` for the rules. A branch is one token sequence while it grows, message by message; each becomes a
-`Segment`.
+"""Branches of a session, and the plan that matches a request's history to them: which branch has the longest
+common prefix, which of its tokens are kept, and what is added. See `session_map` for the rules. A branch is
+one token sequence that grows message by message and becomes a `Segment`.
 
 entries   [opening][user][answer][results]            messages that have ended, by content
-tokens    ...............................|frame|...   with `framed`, what stands before an answer as well
+tokens    ...............................|frame|...   with `framed`, also the tokens before an answer
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ _ROLES = {Opening: "system", SystemWords: "system", UserWords: "user", Results: 
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """A conversation as a request tells it, with the key of each message."""
+    """The conversation of a request, with the key of each message."""
 
     messages: tuple[Message, ...]
     """The opening first."""
     keys: tuple[bytes, ...]
     encoded: Mapping[int, Tokens] = field(default_factory=dict[int, Tokens])
-    """Tokens of messages by their places, as far as they were made beforehand: see `encode_messages`."""
+    """Index of a message -> its tokens, if they were encoded beforehand: see `encode_messages`."""
 
     @classmethod
     def of(cls, messages: Sequence[Message] | History) -> History:
-        """Computes the keys, unless they are there."""
+        """Computes the keys; returns a History unchanged."""
         if isinstance(messages, History):
             return messages
         opening = messages[0]
@@ -62,21 +62,21 @@ class Entry:
     end: int
     """One past its last token."""
     start: int = 0
-    """Its first token; of a sampled one, the first that was sampled."""
+    """Its first token; of a sampled message, the first sampled one."""
     sampled: bool = False
-    """Sampled in this branch, and trained here; a copy is not."""
+    """Whether it was sampled, and is trained, in this branch; a copy is not."""
     stripped: bool = False
-    """Its reasoning was left out of the tokens."""
+    """Whether its reasoning was left out of the tokens."""
     reasons: bool = False
-    """Its tokens hold reasoning."""
+    """Whether its tokens contain reasoning."""
     num_frame: int = 0
-    """Tokens of the frame before a given answer that `start` counts in."""
+    """Tokens of the frame before a given answer that are included from `start`."""
     shown: bool = False
-    """Stands as one that was not sampled and has no reasoning: see `Framing.answer_frame`."""
+    """Whether it is rendered as a given answer without reasoning: see `Framing.answer_frame`."""
     closed: bool = True
-    """Ends with the end token: an answer that was cut does not."""
+    """Whether it ends with the end token: an answer that was cut does not."""
     continued: bool = False
-    """A later request contained it: the client used it."""
+    """Whether a later request contained it: the client used it."""
 
 
 Piece = tuple[Entry, Tokens]
@@ -92,22 +92,22 @@ class Branch:
     agent_id: str
     relation: Relation
     parent: tuple[Branch, int] | None
-    """The branch that it left, and at which token."""
+    """The branch from which it branched off, and at which token."""
     framing: Framing
     params: SamplingParams
     recording: Recording = field(default_factory=Recording)
     entries: list[Entry] = field(default_factory=list[Entry])
     copied: int = 0
-    """Tokens that are the parent's."""
+    """Number of tokens copied from the parent."""
     framed: bool = False
     busy: bool = False
     known: int = 0
-    """Tokens that the sampler holds."""
+    """Number of tokens whose keys and values the sampler has."""
     prefix_digest: str | None = None
     last_used: int = 0
 
     def num_common(self, history: History) -> int:
-        """Messages from the start on which this branch and a history agree."""
+        """Number of messages in the common prefix of this branch and a history."""
         count = 0
         for entry, key, message in zip(self.entries, history.keys, history.messages, strict=False):
             if entry.key != key or not _reasons_alike(entry.message, message):
@@ -116,17 +116,17 @@ class Branch:
         return count
 
     def num_call_ids(self, history: History, count: int) -> int:
-        """Among the first `count` messages, answers whose calls have the ids that were given out."""
+        """Among the first `count` messages, the number of answers whose call ids are those of this branch."""
         same = 0
         for entry, message in zip(self.entries[:count], history.messages, strict=False):
             if isinstance(message, Answer) and isinstance(entry.message, Answer) and message.calls:
                 same += [call.id for call in message.calls] == [call.id for call in entry.message.calls]
         return same
 
-    def num_in_form(self, count: int, strip_before: int) -> int:
-        """Of the first `count` messages those that hold or lack reasoning as wanted.
+    def num_usable(self, count: int, strip_before: int) -> int:
+        """Number of leading messages, of the first `count`, whose tokens have the wanted form.
 
-        Answers before message `strip_before` shall be without it.
+        Answers before message `strip_before` must be without reasoning, later ones with it.
         """
         for place, entry in enumerate(self.entries[:count]):
             wanted = place < strip_before
@@ -135,7 +135,7 @@ class Branch:
         return count
 
     def append(self, entry: Entry, tokens: Tokens) -> None:
-        """Adds a message that is given; its bounds are set here. A cut answer before it is closed first."""
+        """Adds a given message and sets its bounds. A cut answer before it is closed first."""
         self.close_answer()
         if len(tokens):
             entry.start = self.recording.length
@@ -144,7 +144,7 @@ class Branch:
         self.entries.append(entry)
 
     def close_answer(self) -> None:
-        """Gives the end token that a cut answer lacks."""
+        """Adds the end token that a cut answer lacks."""
         if self.entries and not self.entries[-1].closed:
             if len(self.framing.end):
                 self.recording.append_given(self.framing.end, "assistant")
@@ -152,7 +152,7 @@ class Branch:
             last.closed, last.end = True, self.recording.length
 
     def copy_from(self, source: Branch, num_entries: int) -> None:
-        """Takes over another branch's first messages; nothing of them counts as sampled here."""
+        """Copies another branch's first messages, marked as not sampled here."""
         self.entries = [replace(entry, sampled=False) for entry in source.entries[:num_entries]]
         offset = self.entries[-1].end if self.entries else 0
         tokens = source.recording.tokens
@@ -163,7 +163,7 @@ class Branch:
         self.copied = offset
 
     def owner_of(self, offset: int) -> Branch:
-        """The branch in which the message that ends at `offset` was first."""
+        """The branch in which the message that ends at `offset` was first added."""
         branch = self
         while branch.parent is not None and 0 < offset <= branch.copied:
             branch = branch.parent[0]
@@ -172,15 +172,15 @@ class Branch:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Where a history goes on, and what it adds."""
+    """The branch that a history continues, and the messages that it adds."""
 
     source: Branch | None
     num_common: int
-    """Messages on which the source agrees."""
+    """Number of messages that source and history have in common."""
     num_kept: int
-    """Of these, messages whose tokens are kept."""
+    """Number of these whose tokens are kept."""
     grows: bool
-    """The source itself grows; else a branch of its own begins."""
+    """Whether the source itself grows; else a new branch begins."""
     relation: Relation
     pieces: tuple[Piece, ...]
     context_tokens: int
@@ -189,22 +189,22 @@ class Plan:
 
 @dataclass(slots=True, eq=False)
 class Planner:
-    """Plans for the branches of one session map, which owns and grows them."""
+    """Makes plans for the branches of one session map, which owns and extends them."""
 
     renderer_for: RendererFor
     keep_thinking: bool
     branches: list[Branch] = field(default_factory=list[Branch])
     answers: dict[bytes, tuple[Branch, Entry]] = field(default_factory=dict)
-    """The last sampled answer of each content."""
+    """Key of a sampled answer -> the last one with this content."""
     _framings: dict[bytes, Framing] = field(init=False, default_factory=dict)
 
     def unseen(self, history: History) -> list[int]:
-        """Places of the messages whose tokens a plan would make anew, as far as contents say."""
+        """Indices of the messages that a plan would have to encode, judging by their contents."""
         known = {entry.key for branch in self.branches for entry in branch.entries}
         return [place for place, key in enumerate(history.keys) if key not in known]
 
     def plan(self, history: History, params: SamplingParams) -> Plan:
-        """Raises BadRequestError."""
+        """The plan for a request; changes nothing. Raises BadRequestError."""
         opening = history.messages[0]
         assert isinstance(opening, Opening), "a history begins with its opening"
         framing = self.framing(opening, history.keys[0])
@@ -216,7 +216,7 @@ class Planner:
             source is not None
             and num_kept == len(source.entries)
             and not source.busy
-            and _same_law(source.params, params)
+            and _same_distribution(source.params, params)
             and (not source.framed or num_kept == len(history.messages))
         )
         relation = self._relation(history, source, num_common, num_kept)
@@ -228,15 +228,15 @@ class Planner:
         return Plan(source, num_common, num_kept, grows, relation, pieces, total, framing)
 
     def _find(self, history: History, strip_before: int) -> tuple[Branch | None, int, int]:
-        """The branch that shares most, with how many messages agree, and how many of these have the form."""
+        """(the branch with the longest common prefix, its length in messages, how many are usable)."""
         best: tuple[tuple[int, int, int, bool, int], Branch] | None = None
         for branch in self.branches:
             count = branch.num_common(history)
             if not count:
                 continue
-            formed = branch.num_in_form(count, strip_before)
+            usable = branch.num_usable(count, strip_before)
             ids = branch.num_call_ids(history, count)
-            score = (count, formed, ids, formed == len(branch.entries) and not branch.busy, branch.last_used)
+            score = (count, usable, ids, usable == len(branch.entries) and not branch.busy, branch.last_used)
             if best is None or score > best[0]:
                 best = (score, branch)
         return (None, 0, 0) if best is None else (best[1], best[0][0], best[0][1])
@@ -285,7 +285,7 @@ class Planner:
         known: tuple[Branch, Entry] | None,
         made: Tokens | None,
     ) -> Piece:
-        """An answer in a history, as given tokens: those once sampled where they are known."""
+        """An answer in a history, as given tokens: its sampled ones if they are known."""
         origin = known or self.answers.get(key)
         served = origin[1].message if origin else None
         if origin and isinstance(served, Answer) and same_reasoning(served.reasoning, answer.reasoning):
@@ -306,8 +306,8 @@ class Planner:
     def _spliced(
         self, origin: tuple[Branch, Entry], key: bytes, framing: Framing, first: bool, strip: bool
     ) -> Piece:
-        """An answer whose tokens are known, in a frame of its own: as it was sampled, where its reasoning is
-        wanted here and was left out there."""
+        """An answer whose tokens are known, in a new frame: with its reasoning if that is wanted here, even
+        if the other branch has left it out."""
         message = origin[1].message
         if origin[1].stripped and not strip:
             origin = self.answers.get(key, origin)
@@ -327,7 +327,7 @@ class Planner:
         return entry, np.concatenate([frame, sampled])
 
     def framing(self, opening: Opening, key: bytes) -> Framing:
-        """What renders the messages of conversations with this opening, which has this key."""
+        """The renderer of messages in conversations with this opening, which has this key."""
         framing = self._framings.get(key)
         if framing is None:
             if len(self._framings) >= _MAX_FRAMINGS:
@@ -337,7 +337,7 @@ class Planner:
 
 
 def encode_messages(history: History, places: Sequence[int], framing: Framing) -> History:
-    """The history with the tokens of the messages at these places. May be called from any thread."""
+    """The history with the messages at these indices encoded. May be called from any thread."""
     opening = history.messages[0]
     assert isinstance(opening, Opening), "a history begins with its opening"
     is_bare = not len(framing.render_given(opening, True))
@@ -349,7 +349,7 @@ def encode_messages(history: History, places: Sequence[int], framing: Framing) -
     return replace(history, encoded=found)
 
 
-def _same_law(one: SamplingParams, other: SamplingParams) -> bool:
+def _same_distribution(one: SamplingParams, other: SamplingParams) -> bool:
     return replace(one, max_tokens=1) == replace(other, max_tokens=1)
 
 

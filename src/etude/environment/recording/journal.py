@@ -1,14 +1,15 @@
-"""A live session on disk: what it is, and what went into its map, one line of a journal each, in order.
+"""The journal of a live session: one line for each input of its session map, in order.
 
-    session   who may use it, and what the trainer said of it
-    begin     a request's history: as much of an earlier one's, and what is new
+    session   owner and specification of the session
+    begin     a request's history: the length of its common prefix with an earlier one, and the new messages
     commit    an answer, as it was sampled and served
-    fail      an answer of which nothing is kept
-    reward    what the trainer set
+    fail      an answer that was discarded
+    reward    the reward that the trainer set
 
-The map is a function of these lines (it has no I/O and no clock), so a server that was killed has its live
-sessions again, token for token. A commit is synced before its client learns that the answer is complete;
-an answer that was cut off counts as failed, and its client asks again. One process at a time holds the file.
+The map is a function of these lines (it has no I/O and no clock), so a restarted server recovers its live
+sessions token for token. A commit is synced before the client is sent the end of the answer; an answer that
+was interrupted counts as failed, and its client sends the request again. One process at a time has the file
+open.
 """
 
 from __future__ import annotations
@@ -38,15 +39,15 @@ _MESSAGES: Mapping[str, TypeAdapter[Message]] = {
 }
 FORMAT = 2
 LIVE = "live"
-"""Directory of the journals, in the store's."""
+"""Directory of the journals, within the store's."""
 _KEPT_HISTORIES = 8
-"""Earlier histories with which a new one is compared: agents that take turns have one each."""
+"""Number of earlier histories with which a new one is compared: alternating agents have one each."""
 
 
 class SessionJournal:
-    """Writes one session's lines. Not synced by itself: see `sync`.
+    """Writes one session's lines. Lines are not synced until `sync` is called.
 
-    Once a line could not be written the journal is of no use, and every `begin` after it raises.
+    After a line could not be written the journal is unusable, and every later `begin` raises.
     """
 
     def __init__(self, file: LineJournal, num_begun: int = 0) -> None:
@@ -58,7 +59,7 @@ class SessionJournal:
 
     @classmethod
     def create(cls, path: Path, described: Mapping[str, Any]) -> SessionJournal:
-        """Begins the journal of a new session. Raises StoreError."""
+        """Creates the journal of a new session. Raises StoreError."""
         try:
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             journal = cls(LineJournal.create(path, xxh3_64_hexdigest))
@@ -72,11 +73,11 @@ class SessionJournal:
         return journal
 
     def begin(self, messages: Sequence[Message], params: SamplingParams) -> int:
-        """A request has found its place in the map; its number. Raises StoreError."""
+        """Records a request that the map has accepted; returns its number. Raises StoreError."""
         number, self._num_begun = self._num_begun, self._num_begun + 1
         whole = tuple(messages)
         base, kept, known = self._nearest(whole)
-        self._histories.append((number, known[:kept] + whole[kept:]))  # known messages are held once
+        self._histories.append((number, known[:kept] + whole[kept:]))  # equal messages share memory
         self._file.append(
             {
                 "kind": "begin",
@@ -98,7 +99,7 @@ class SessionJournal:
         malformed_calls: int,
         aborted: bool,
     ) -> None:
-        """The answer to request `number`. `known_tokens`: those of its branch that the sampler held."""
+        """Records the answer to request `number`. `known_tokens`: `Branch.known` before it."""
         self._file.append(
             {
                 "kind": "commit",
@@ -112,28 +113,28 @@ class SessionJournal:
         )
 
     def fail(self, number: int, aborted: bool) -> None:
-        """Nothing is kept of the answer to request `number`. Raises nothing: the next `begin` does."""
+        """Records that the answer to request `number` was discarded. The next `begin` raises errors."""
         with contextlib.suppress(StoreError):
             self._file.append({"kind": "fail", "number": number, "aborted": aborted})
 
     def reward(self, reward: RewardBreakdown) -> None:
-        """The reward was set. Raises StoreError."""
+        """Records the reward. Raises StoreError."""
         self._file.append({"kind": "reward", "reward": asdict(reward)})
 
     async def sync(self) -> None:
-        """What was written is on the disk. Raises StoreError."""
+        """Makes all lines durable. Raises StoreError."""
         await asyncio.to_thread(self._file.sync)
 
     def close(self) -> None:
-        """Lets the file go; the session can be taken up again. Idempotent."""
+        """Closes the file; the session can be recovered from it. Idempotent."""
         self._file.close()
 
     def remove(self) -> None:
-        """The session has ended: nothing of it is needed any more. Idempotent."""
+        """Removes the file when the session has ended. Idempotent."""
         self._file.remove()
 
     def _nearest(self, whole: tuple[Message, ...]) -> tuple[int, int, tuple[Message, ...]]:
-        """The earlier request whose history has most in common with this one: number, messages, history."""
+        """(number, length of the common prefix, history) of the earlier request with the longest one."""
         best: tuple[int, int, tuple[Message, ...]] = (0, 0, ())
         for number, history in reversed(self._histories):
             count = 0
@@ -144,15 +145,15 @@ class SessionJournal:
             if count > best[1]:
                 best = (number, count, history)
             if count and count == len(history):
-                break  # the one that it goes on from
+                break  # it continues this one
         return best
 
 
 def read_journal(path: Path) -> tuple[SessionJournal, list[dict[str, Any]]] | None:
-    """Takes a journal up, to go on with; and its lines. None where another process holds it, or has just
-    ended its session.
+    """Opens a journal to continue it; returns it with its lines. None if another process has it open, or has
+    just ended its session.
 
-    Raises StoreError for one that is damaged.
+    Raises StoreError if it is damaged.
     """
     try:
         file, lines = LineJournal.resume(path, xxh3_64_hexdigest)
@@ -168,9 +169,9 @@ def read_journal(path: Path) -> tuple[SessionJournal, list[dict[str, Any]]] | No
 
 
 def replay(lines: Sequence[Mapping[str, Any]], session_map: SessionMap) -> RewardBreakdown | None:
-    """Tells a new map what the lines (without the first) say; the reward that was set last.
+    """Applies the lines (without the first) to a new map; returns the last reward.
 
-    Answers that were cut off have failed. Raises StoreError for lines that make no sense.
+    Interrupted answers count as failed. Raises StoreError for inconsistent lines.
     """
     begun: dict[int, Generation] = {}
     histories: dict[int, tuple[Message, ...]] = {}
@@ -196,9 +197,9 @@ def replay(lines: Sequence[Mapping[str, Any]], session_map: SessionMap) -> Rewar
         for generation in begun.values():
             session_map.fail(generation)
     except (EtudeError, KeyError, ValueError, TypeError, AssertionError) as error:
-        raise _senseless(repr(error)) from error
+        raise _inconsistent(repr(error)) from error
     for branch in session_map.branches:
-        # The sampler is another one.
+        # The new sampler has no keys and values.
         branch.known, branch.prefix_digest = 0, None
     return reward
 
@@ -213,7 +214,7 @@ def _commit(session_map: SessionMap, generation: Generation, line: Mapping[str, 
     session_map.counts.aborted += line["aborted"]
 
 
-def _senseless(received: str) -> StoreError:
+def _inconsistent(received: str) -> StoreError:
     return StoreError(
         "the journal makes no sense", field="session", received=received, fix="move it out of the way"
     )
@@ -229,21 +230,21 @@ def _cannot_open(error: OSError) -> StoreError:
 
 
 def message_document(message: Message) -> dict[str, Any]:
-    """The message as plain JSON values."""
+    """Encodes a message as plain JSON values."""
     return {"kind": type(message).__name__, **asdict(message)}
 
 
 def message_of(document: Mapping[str, Any]) -> Message:
-    """What `message_document` gave. Raises KeyError or ValueError for anything else."""
+    """Inverse of `message_document`. Raises KeyError or ValueError for other documents."""
     return _MESSAGES[document["kind"]].validate_python(document)
 
 
-# ---- what a server left behind ------------------------------------------------------------------
+# ---- recovery after a restart -------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class SessionFacts:
-    """What a session is before anybody asks it something: the first line of its journal."""
+    """Everything about a session before its first request: the first line of its journal."""
 
     id: str
     key: str
@@ -251,7 +252,7 @@ class SessionFacts:
     spec: SessionSpec
     limits: MapLimits
     renderers: str
-    """Digest of what its tokens mean."""
+    """Digest of tokenizer, grammar and template."""
     created_unix_s: float
 
 
@@ -259,14 +260,15 @@ _FACTS = TypeAdapter(SessionFacts)
 
 
 FoundSession = tuple[SessionFacts, SessionJournal, SessionMap, RewardBreakdown | None]
-"""A session as its journal tells it."""
+"""A session recovered from its journal."""
 
 
 def find_sessions(folder: Path, renderers: RendererShelf) -> Iterator[FoundSession]:
-    """The sessions of the journals in a folder that no other process holds, oldest first.
+    """Recovers the sessions of the journals in a folder that no other process has open, oldest first.
 
-    A journal without a whole line belongs to a session that no client knows of: it is removed. Raises
-    StoreError for a damaged one, and ConfigError for one of another model: its tokens mean something else.
+    A journal without a complete line belongs to a session that no client knows: it is removed. Raises
+    StoreError for a damaged one, and ConfigError for one of a model with another tokenizer, grammar or
+    template.
     """
     for path in sorted(folder.glob("*.jsonl"), key=lambda path: (_written_s(path), path.name)):
         taken = read_journal(path)
@@ -294,7 +296,7 @@ def _found(journal: SessionJournal, lines: list[dict[str, Any]], renderers: Rend
     try:
         facts = _FACTS.validate_python(lines[0])
     except ValueError as error:
-        raise _senseless(f"{journal.path}: {error!r}") from error
+        raise _inconsistent(f"{journal.path}: {error!r}") from error
     if facts.renderers != renderers.digest:
         raise ConfigError(
             "a live session was recorded with another tokenizer, grammar or template",

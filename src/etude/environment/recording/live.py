@@ -1,7 +1,7 @@
-"""The sessions that agents may use now, by id and by key: all that serving them needs.
+"""The open sessions of a recording endpoint, by id and by key.
 
-`Recordings` adds to them who may begin sessions, and that they outlast the process; a run that plays a
-foreign harness (`environment.harness`) has them as they are.
+`Recordings` adds tenants that may create sessions, and durability; a run that plays a foreign harness
+(`environment.harness`) uses `LiveSessions` itself.
 """
 
 from __future__ import annotations
@@ -33,31 +33,31 @@ class RefusedKeyError(UserError):
 
 
 class NoSuchSessionError(UserError):
-    """A session that is not held here."""
+    """There is no such session."""
 
 
 class SessionEndedError(UserError):
-    """A session that takes no more requests: it is finished, or is being finished."""
+    """The session accepts no more requests: it is finished, or is being finished."""
 
 
 class BusyError(UserError):
-    """A limit of the tenant's or the session's: later, or after something has ended."""
+    """A limit of the tenant or the session is reached: try later, or after something has ended."""
 
 
 class DrainingError(InfrastructureError):
-    """The server is about to end and takes no new sessions."""
+    """The server is shutting down and accepts no new sessions."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecordingLimits:
-    """What a server takes from its clients."""
+    """Limits for the clients of a server."""
 
     body_bytes: int = 64 << 20
     sessions_per_tenant: int = 1024
     requests_per_session: int = 64
-    """At the same time."""
+    """Concurrent ones."""
     idle_s: float = 3600.0
-    """A session that nobody uses for so long is ended: see `Recordings.expire`."""
+    """A session without requests for so long is ended: see `Recordings.expire`."""
     session: MapLimits = field(default_factory=MapLimits)
     default_max_tokens: int = 4096
     answer_s: float = 600.0
@@ -70,34 +70,34 @@ class RecordedSession:
     """One session of one agent."""
 
     id: str
-    """Cannot be guessed: who knows it may send requests, and nothing else."""
+    """A secret: it allows to send requests, and nothing else."""
     key: str
-    """The agent's API key, where its base URL does not name the session."""
+    """The agent's API key, used if its base URL does not name the session."""
     tenant: str
     spec: SessionSpec
     service: AnswerService
     created_s: float = field(default_factory=time.monotonic)
     used_s: float = field(default_factory=time.monotonic)
     num_requests: int = 0
-    """Under way."""
+    """In progress."""
     state: Literal["live", "finishing"] = "live"
     reward: RewardBreakdown | None = None
     refusal: EtudeError | None = None
-    """What the agent was refused last."""
+    """The error of the agent's last refused request."""
 
     @property
     def map(self) -> SessionMap:
-        """Its histories."""
+        """Its session map."""
         return self.service.session_map
 
     @property
     def journal(self) -> SessionJournal:
-        """What is on the disk of it."""
+        """Its journal on disk."""
         assert self.service.journal is not None, "recorded sessions have one"
         return self.service.journal
 
     def describe(self) -> dict[str, Any]:
-        """What its owner may know, as plain JSON values."""
+        """Its description for the owner, as plain JSON values."""
         return {
             "id": self.id,
             "trajectory": str(self.spec.trajectory_id),
@@ -112,7 +112,7 @@ class RecordedSession:
         }
 
     def trajectory(self, status: Status, cause: str, keep_routes: KeepRoutes | None) -> Trajectory:
-        """The session as it ended, with the reward that it has by now."""
+        """The trajectory of the session, with its current reward."""
         failed = status is Status.INFRASTRUCTURE
         facts = {
             **asdict(self.map.counts),
@@ -156,15 +156,15 @@ class LiveSessions:
         return sum(session.num_requests for session in self._sessions.values())
 
     def find(self, session_id: str) -> RecordedSession:
-        """The live session of an id. Raises NoSuchSessionError and SessionEndedError."""
+        """The live session with this id. Raises NoSuchSessionError and SessionEndedError."""
         session = self._sessions.get(session_id)
         if session is None:
             raise NoSuchSessionError("no such session", field="session", fix="create it first")
         return session
 
     def find_for_agent(self, path_id: str | None, header_id: str | None, key: str) -> RecordedSession:
-        """The session that an agent's request belongs to, by its path or its key. `header_id`: for owners of
-        sessions alone. Raises RefusedKeyError, NoSuchSessionError and SessionEndedError."""
+        """The session of an agent's request, by its path or its key. `header_id`: only for owners of
+        sessions. Raises RefusedKeyError, NoSuchSessionError and SessionEndedError."""
         session = self.find(path_id) if path_id is not None else self._by_key.get(key)
         if session is None:
             raise RefusedKeyError(
@@ -176,21 +176,20 @@ class LiveSessions:
         return session
 
     def open(self, spec: SessionSpec, sampler: Sampler, rng_key: tuple[int, ...]) -> RecordedSession:
-        """Begins a session of which nothing is kept: its opener takes its trajectory. `rng_key`: of
-        its noise, before the number of the segment."""
+        """Begins a session that is not stored: the caller uses its trajectory. `rng_key`: key of its sampling
+        noise, to which the number of the segment is appended."""
         service = self._service(self._map_of(spec), sampler, rng_key=rng_key)
-        return self._hold(RecordedSession(*new_names(), "local", spec, service))
+        return self._register(RecordedSession(*new_names(), "local", spec, service))
 
     async def end(self, session: RecordedSession) -> None:
-        """The session takes no more requests; those under way are aborted and have ended. Idempotent."""
-        self._forget(session)
+        """Ends a session: no more requests are accepted, and those in progress are aborted. Idempotent."""
+        self._remove(session)
         session.state = "finishing"
         await session.service.stop()
 
     @contextlib.contextmanager
     def using(self, session: RecordedSession) -> Iterator[None]:
-        """A request of the session, from its beginning to its end. Raises BusyError, and SessionEndedError
-        where the session has ended since it was found."""
+        """Context of one request. Raises BusyError, and SessionEndedError if the session has since ended."""
         self.check_live(session)
         if session.num_requests >= self.limits.requests_per_session:
             raise BusyError(
@@ -211,7 +210,7 @@ class LiveSessions:
     def _service(self, session_map: SessionMap, sampler: Sampler, **more: Any) -> AnswerService:
         return AnswerService(session_map, sampler, self.limits.answer_s, self.limits.abort_s, **more)
 
-    def _hold(self, session: RecordedSession) -> RecordedSession:
+    def _register(self, session: RecordedSession) -> RecordedSession:
         self._sessions[session.id] = self._by_key[session.key] = session
         return session
 
@@ -223,11 +222,11 @@ class LiveSessions:
         if not self._is_live(session):
             raise SessionEndedError("the session has ended, or is being finished", field="session")
 
-    def _forget(self, session: RecordedSession) -> None:
+    def _remove(self, session: RecordedSession) -> None:
         self._sessions.pop(session.id, None)
         self._by_key.pop(session.key, None)
 
 
 def new_names() -> tuple[str, str]:
-    """Id and key of a new session; neither can be guessed."""
+    """Random, secret id and key of a new session."""
     return secrets.token_hex(16), f"etude-{secrets.token_urlsafe(24)}"

@@ -5,9 +5,9 @@
        |            commit <--- _sample (a task) <--+
        +-- events <--- queue <----------'
 
-Sampling is a task of its own: a client that leaves ends its request, not the task. The request is aborted,
-and what was sampled so far is committed, so that a client that cut the stream on purpose, and goes on from
-the cut text, goes on from these tokens.
+Sampling is a separate task, which a disconnecting client does not cancel. The request is aborted, and the
+tokens sampled so far are committed, so that a client that cut the stream on purpose and continues from the
+cut text continues from these tokens.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from etude.tokens.chat.reader import AnswerReader, ReadingRules, cut_chunk
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One request for an answer, in whatever API it came."""
+    """One request for an answer, independent of its API."""
 
     messages: tuple[Message, ...]
     """The opening first."""
@@ -41,23 +41,23 @@ class Ask:
     rules: ReadingRules = field(default_factory=ReadingRules)
     seed: int | None = None
     stream: bool = False
-    """Whether the client is shown the answer as it is sampled."""
+    """Whether the answer is streamed to the client as it is sampled."""
 
 
 @dataclass(slots=True, eq=False)
 class AnswerService:
-    """Samples for one session map. Several answers may be sampled at the same time."""
+    """Samples answers for one session map, several concurrently."""
 
     session_map: SessionMap
     sampler: Sampler
     answer_s: float = 600.0
-    """How long one answer may take."""
+    """Time limit of one answer."""
     abort_s: float = 30.0
-    """How long an aborted request may take to end; then its tokens are given up."""
+    """Time in which an aborted request must end; after it its tokens are discarded."""
     journal: SessionJournal | None = None
-    """Where the map's inputs are written down; None: nowhere."""
+    """Records the map's inputs; None: they are not recorded."""
     rng_key: tuple[int, ...] = ()
-    """Of the noise, before a branch's number; empty: made of the session's name."""
+    """Key of the sampling noise, before a branch's number; empty: derived from the session's name."""
     tasks: Tasks = field(init=False, default_factory=Tasks)
     """Answers that are being sampled."""
     _opened: set[str] = field(init=False, default_factory=set)
@@ -65,21 +65,21 @@ class AnswerService:
     _live: set[_Running] = field(init=False, default_factory=set)
 
     def __post_init__(self) -> None:
-        # A session that was taken up again goes on counting: no two of its requests have one id.
+        # A recovered session continues the numbering, so that request ids stay unique.
         self._numbers = itertools.count(self.session_map.counts.requests)
 
     async def encode(self, messages: Sequence[Message]) -> History:
-        """The history that they tell; what is long of it is encoded in a thread. Raises as `start`."""
+        """The history of these messages; long new ones are encoded in a thread. Raises as `start`."""
         work = self.session_map.encoding(messages)
         return History.of(messages) if work is None else await asyncio.to_thread(work)
 
     def start(self, ask: Ask, history: History | None = None) -> tuple[int, AsyncGenerator[Event]]:
-        """Begins to sample the answer to a request; tokens of its context, and what is sampled, in order,
-        `Ended` last. `history`: that of the request, if it was encoded already.
+        """Starts to sample the answer to a request; returns the number of tokens of its context and the
+        events in order, `Ended` last. `history`: that of the request, if it was encoded before.
 
         Raises BadRequestError, ContextLengthError and StoreError; then nothing is sampled. The events raise
-        InfrastructureError where the sampler fails: then nothing of the answer is kept, and the same history
-        can be sent again. Closing them early aborts the request.
+        InfrastructureError if the sampler fails: then the answer is discarded, and the same history can be
+        sent again. Closing them early aborts the request.
         """
         generation = self.session_map.begin(history or ask.messages, ask.params)
         reader, number = AnswerReader(generation.branch.framing.renderer, ask.rules), 0
@@ -108,7 +108,7 @@ class AnswerService:
                 self._abort(running)
 
     async def stop(self) -> None:
-        """Aborts what is being sampled, waits for its end, and closes the sampler's sessions."""
+        """Aborts all sampling, waits for its end, and closes the sampler's sessions."""
         for running in list(self._live):
             self._abort(running)
         await self.tasks.wait(self.abort_s)
@@ -140,12 +140,12 @@ class AnswerService:
             rng_key=key,
             prefix_digest=branch.prefix_digest,
             deadline_s=self.answer_s,
-            # What ends an answer early is to be seen before more is sampled.
+            # Stop strings must be detected before more is sampled.
             streaming=ask.stream or bool(ask.rules.stops) or ask.rules.single_call,
         )
 
     async def _sample(self, running: _Running) -> None:
-        """Samples one answer to its end and commits it; the queue always gets a last word."""
+        """Samples one answer to its end and commits it; the queue always gets a final event or error."""
         generation = running.generation
         try:
             if generation.branch.id not in self._opened:
@@ -156,7 +156,7 @@ class AnswerService:
             except PrefixMissError:
                 if running.request.prefix_digest is None or running.chunks:
                     raise
-                self._send_whole(running)
+                self._resend_context(running)
                 await self._stream(running)
             await self._commit(running)
         except InfrastructureError as error:
@@ -174,8 +174,8 @@ class AnswerService:
         finally:
             self._live.discard(running)
 
-    def _send_whole(self, running: _Running) -> None:
-        """The sampler has lost the branch: everything is sent again."""
+    def _resend_context(self, running: _Running) -> None:
+        """Sends the whole context again, after the sampler has dropped the branch."""
         branch = running.generation.branch
         branch.known, branch.prefix_digest = 0, None
         request, tokens = running.request, running.generation.tokens
@@ -184,12 +184,12 @@ class AnswerService:
             self.sampler.abort(running.request.id)
 
     async def _stream(self, running: _Running) -> None:
-        """Takes the chunks in, for as long as an answer may take. After a stop string the rest is waited for
+        """Receives the chunks, within the time limit of an answer. Chunks after a stop string are received
         and dropped."""
         async with asyncio.timeout(self.answer_s):
             async for chunk in self.sampler.stream(running.request):
                 if not running.reader.ended:
-                    self._take(running, chunk)
+                    self._add_chunk(running, chunk)
                     if running.reader.ended and chunk.finish is None:
                         self.sampler.abort(running.request.id)
                 if chunk.finish is not None:
@@ -199,7 +199,7 @@ class AnswerService:
         if running.finish == "abort" and not running.aborted:
             raise SamplerError("the request was aborted from outside", field="chunk.finish")
 
-    def _take(self, running: _Running, chunk: SampleChunk) -> None:
+    def _add_chunk(self, running: _Running, chunk: SampleChunk) -> None:
         parts, count = running.reader.feed(chunk.tokens)
         if running.reader.ended:
             running.finish, running.cut = "stop", count < len(chunk.tokens) or chunk.finish is None
@@ -210,7 +210,7 @@ class AnswerService:
             running.queue.put_nowait(Sampled(parts, chunk))
 
     async def _commit(self, running: _Running) -> None:
-        """Records the answer; its waiting client gets it once it is on the disk."""
+        """Records the answer; the client is sent its end after it is durable."""
         branch, reader, counts = running.generation.branch, running.reader, self.session_map.counts
         rest = reader.finish()
         chunks, known, aborted = running.chunks, branch.known, running.finish == "abort"
@@ -228,7 +228,7 @@ class AnswerService:
         running.queue.put_nowait(Ended(_ending(running), running.num_tokens, reader.stop))
 
     def _fail(self, running: _Running, error: InfrastructureError) -> None:
-        if not running.committed:  # else its tokens are recorded, though nobody can say how durably
+        if not running.committed:  # else its tokens are recorded, durably or not
             self.session_map.fail(running.generation, running.aborted)
             if self.journal is not None:
                 self.journal.fail(running.number, running.aborted)
@@ -237,7 +237,7 @@ class AnswerService:
 
 @dataclass(slots=True, eq=False)
 class _Running:
-    """One answer while it is sampled."""
+    """One answer that is being sampled."""
 
     generation: Generation
     request: SampleRequest
@@ -245,17 +245,17 @@ class _Running:
     number: int
     """In the journal."""
     task: asyncio.Task[None] = field(init=False)
-    """Samples it."""
+    """The task that samples it."""
     queue: asyncio.Queue[Event | EtudeError] = field(default_factory=asyncio.Queue)
     chunks: list[SampleChunk] = field(default_factory=list[SampleChunk])
     num_tokens: int = 0
     finish: str | None = None
     cut: bool = False
-    """Tokens were dropped that the sampler holds."""
+    """Whether tokens were dropped that the sampler still has."""
     aborted: bool = False
-    """The client has left."""
+    """Whether the client has disconnected."""
     committed: bool = False
-    """The answer is in the map."""
+    """Whether the answer is in the map."""
 
 
 def _ending(running: _Running) -> Ending:

@@ -1,7 +1,7 @@
-"""The session map: growing conversations onto token sequences. Pure: no I/O, no clock.
+"""The session map: maps growing conversations to token sequences. Pure: no I/O, no clock.
 
-A request tells a whole history. The longest known history that it shares is where it goes on: those tokens
-stay as they were given and sampled, only what is new is rendered.
+A request contains a whole history. It continues the branch with which it has the longest common prefix: those
+tokens stay as they were given and sampled, only new messages are rendered.
 
     the history is known and ends here     the branch grows
     it was known further on                fork: a retry, or a step back; the same state is sampled again
@@ -10,12 +10,12 @@ stay as they were given and sampled, only what is new is rendered.
     another system message or tools, or    subagent: a conversation of its own (with the same declared agent
       another first message                a rewrite)
 
-A fork and a rewrite copy the tokens up to the last common message, and sample none of the copy: each
-sampled token is `sampled` in exactly one branch. An answer that was sampled here and comes again elsewhere
-in a history is given with its sampled tokens; one that nobody sampled here is rendered, and given.
+A fork and a rewrite copy the tokens up to the last common message, and the copy is not marked as sampled:
+each sampled token is `sampled` in exactly one branch. An answer that was sampled in this session and appears
+at another point of a history is given with its sampled tokens; any other answer is rendered, and given.
 
-With `keep_thinking` reasoning stays where it was sampled. Without, a history is laid out as Qwen3's template
-does: answers before the user's last words lose their reasoning, so each such turn is a rewrite.
+With `keep_thinking` reasoning stays where it was sampled. Without it a history is rendered like Qwen3's
+template does: answers before the user's last message lose their reasoning, so each such turn is a rewrite.
 """
 
 from __future__ import annotations
@@ -51,22 +51,22 @@ from etude.tokens.chat.messages import (
 
 @dataclass(frozen=True, slots=True)
 class MapLimits:
-    """What one session may hold."""
+    """Limits of one session."""
 
     max_context_tokens: int = 32768
-    """Of one branch, answers included."""
+    """For one branch, answers included."""
     max_branches: int = 512
     max_session_tokens: int = 1 << 24
-    """Of all branches together, copies included."""
+    """For all branches together, copies included."""
 
 
 @dataclass(slots=True, eq=False)
 class Generation:
-    """One answer that is to be sampled, at the end of its branch."""
+    """One answer to be sampled at the end of its branch."""
 
     branch: Branch
     params: SamplingParams
-    """With `max_tokens` cut to the room that is left."""
+    """With `max_tokens` limited to the remaining context."""
 
     @property
     def tokens(self) -> Tokens:
@@ -76,7 +76,7 @@ class Generation:
 
 @dataclass(slots=True)
 class Counts:
-    """What happened to a session's histories."""
+    """Counters of a session's requests."""
 
     requests: int = 0
     continued: int = 0
@@ -84,16 +84,16 @@ class Counts:
     rewrites: int = 0
     subagents: int = 0
     failed: int = 0
-    """Answers that the sampler never finished: nothing of them is kept."""
+    """Answers that the sampler did not finish: they are discarded."""
     aborted: int = 0
-    """Answers that the client left while they were sampled: kept as far as they went, and not at all where
-    the sampler did not end them."""
+    """Answers whose client disconnected: tokens so far are kept, unless the sampler did not end the
+    request."""
     malformed_calls: int = 0
 
 
 @dataclass(slots=True, eq=False)
 class SessionMap:
-    """All branches of one recorded session. One owner calls it; answers may be sampled at the same time."""
+    """All branches of one recorded session. One caller; several answers may be sampled concurrently."""
 
     trajectory_id: str
     renderer_for: RendererFor
@@ -109,7 +109,7 @@ class SessionMap:
 
     @property
     def branches(self) -> list[Branch]:
-        """In the order of their beginnings."""
+        """In the order in which they began."""
         return self._planner.branches
 
     @property
@@ -119,14 +119,14 @@ class SessionMap:
 
     @property
     def num_sampled_tokens(self) -> int:
-        """Tokens that a policy chose."""
+        """Number of tokens that a policy sampled."""
         return sum(int(branch.recording.sampled.sum()) for branch in self.branches)
 
     def encoding(self, messages: Sequence[Message]) -> Callable[[], History] | None:
-        """What encodes the new messages of a history where they are long: it may be called in a thread, and
-        gives the history for `begin` or `measure`. None: they are short.
+        """A function that encodes the new messages of a history, if they are long, and returns the history
+        for `begin` or `measure`; it may run in a thread. None: they are short.
 
-        Raises ContextLengthError for a history that is too long however it is encoded.
+        Raises ContextLengthError for a history that is too long whatever its encoding.
         """
         ContextLengthError.check(len(messages) - 1, self.limits.max_context_tokens)
         size = num_characters(messages)
@@ -144,11 +144,11 @@ class SessionMap:
         return lambda: encode_messages(history, places, framing)
 
     def measure(self, messages: Sequence[Message] | History, params: SamplingParams) -> int:
-        """Tokens of the context that a request of these messages would have; changes nothing."""
+        """Number of context tokens that a request with these messages would have; changes nothing."""
         return self._planner.plan(History.of(messages), params).context_tokens
 
     def begin(self, messages: Sequence[Message] | History, params: SamplingParams) -> Generation:
-        """Finds where a history (its opening first) goes on; adds what is new, up to where sampling begins.
+        """Finds the branch that a history (its opening first) continues, and adds its new messages to it.
 
         Raises ContextLengthError and BadRequestError; then nothing has changed.
         """
@@ -174,9 +174,10 @@ class SessionMap:
         return Generation(branch, replace(params, max_tokens=min(params.max_tokens, room)))
 
     def commit(self, generation: Generation, chunks: Iterable[SampleChunk], answer: Answer) -> Entry | None:
-        """Takes the sampled tokens, and what was served for them. Without tokens nothing was sampled.
+        """Adds the sampled tokens and the answer that was served for them; returns None if there are no
+        tokens.
 
-        Raises SamplerError for chunks whose parts do not fit each other; nothing of any is kept then.
+        Raises SamplerError for inconsistent chunks; then all are discarded.
         """
         branch = generation.branch
         branch.busy = False
@@ -209,16 +210,15 @@ class SessionMap:
         return entry
 
     def fail(self, generation: Generation, aborted: bool = False) -> None:
-        """The branch stays as it was before the answer. `aborted`: its client had left, else the sampler
-        failed."""
+        """Discards the answer. `aborted`: the client had disconnected; else the sampler failed."""
         generation.branch.busy = False
         generation.branch.known, generation.branch.prefix_digest = 0, None
         self.counts.aborted += aborted
         self.counts.failed += not aborted
 
     def segments(self, keep_routes: KeepRoutes | None = None) -> tuple[Segment, ...]:
-        """The branches as records, in the order of their beginnings; those that nothing was sampled on, nor
-        on any that left them, are left out."""
+        """The branches as records, in the order in which they began, without those on which, and on whose
+        descendants, nothing was sampled."""
         wanted: set[Branch] = set()
         for branch in self.branches:
             if not any(entry.sampled for entry in branch.entries):
@@ -252,7 +252,7 @@ class SessionMap:
                     continue
                 after = branch.entries[place + 1].message if place + 1 < len(branch.entries) else None
                 outputs = after.outputs if isinstance(after, Results) else ()
-                # Without what was given at its end: the end token of one that was cut.
+                # Without the end token that was added to a cut answer.
                 end = entry.start + int(recording.sampled[entry.start : entry.end].sum())
                 calls = tuple(renderer.parse(recording.tokens[entry.start : end]))
                 results = tuple(map(ToolResult, outputs))
@@ -260,8 +260,8 @@ class SessionMap:
         return tuple(turns)
 
     def abandoned(self) -> list[tuple[str, int, int]]:
-        """Sampled answers (segment id, first token, one past the last) that no request went on from, although
-        one went on from another answer to the same history."""
+        """Sampled answers (segment id, first token, one past the last) that no request continued, although
+        one continued another answer to the same history."""
         by_state: dict[tuple[Branch, int], list[tuple[Branch, Entry]]] = {}
         for branch in self.branches:
             for place, entry in enumerate(branch.entries):
@@ -314,7 +314,7 @@ class SessionMap:
         return branch
 
     def _mark_continued(self, plan: Plan) -> None:
-        """Answers that a request contained, wherever they were sampled: the client used them."""
+        """Marks answers that a request contains, wherever they were sampled: the client used them."""
         for entry, _ in plan.pieces:
             if entry.key in self._planner.answers:
                 self._planner.answers[entry.key][1].continued = True

@@ -1,11 +1,11 @@
-"""The recorded sessions of one server: who may use them, what they may hold, how they end.
+"""The recorded sessions of one server: access, limits and life cycle.
 
 create --> live --> finishing --> finished          its trajectory is stored, durably
              |          |
              |          +-> live                    the store failed: nothing is lost, finish again
              +--> deleted | expired                 nothing is stored | stored: see `Recordings.expire`
 
-A live session is journaled (`journal`): a server that was killed has it again (`Recordings.recover`).
+A live session is journaled (`journal`) and recovered when the server starts again (`Recordings.recover`).
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Recordings(LiveSessions):
         limits: RecordingLimits | None = None,
         blobs: BlobStore | None = None,
     ) -> None:
-        """`store`: directory of the trajectory log. `tenants`: token -> name of who may create sessions."""
+        """`store`: directory of the trajectory log. `tenants`: token -> tenant that may create sessions."""
         super().__init__(renderers, limits)
         self._sampler = sampler
         self._log = TrajectoryLog(store)
@@ -64,18 +64,18 @@ class Recordings(LiveSessions):
         self._tenants = dict(tenants)
         self._store_lock = asyncio.Lock()
         self._ended: OrderedDict[str, tuple[str, dict[str, Any]]] = OrderedDict()
-        """Finished sessions: tenant, and what finishing them answered."""
-        self._heard_s: dict[str, float] = {}
-        """Tenant -> when it last sent a request."""
+        """Finished sessions: (tenant, answer of `finish`)."""
+        self._last_request_s: dict[str, float] = {}
+        """Tenant -> time of its last request."""
 
-    # ---- who ------------------------------------------------------------------------------------
+    # ---- access ---------------------------------------------------------------------------------
 
     def tenant_of(self, token: str) -> str:
         """The tenant of a token. Raises RefusedKeyError."""
         tenant = find_token(self._tenants, token)
         if tenant is None:
             raise RefusedKeyError("no such token", field="Authorization", fix="send a tenant's token")
-        self._heard_s[tenant] = time.monotonic()
+        self._last_request_s[tenant] = time.monotonic()
         return tenant
 
     def find(self, session_id: str) -> RecordedSession:
@@ -84,7 +84,7 @@ class Recordings(LiveSessions):
         return super().find(session_id)
 
     def find_owned(self, tenant: str, session_id: str) -> RecordedSession:
-        """The same, for its owner alone: of others' sessions it says that there are none."""
+        """The same, for its owner only: other tenants get NoSuchSessionError."""
         session = self.find(session_id)
         if session.tenant != tenant:
             raise NoSuchSessionError("no such session", field="session", fix="create it first")
@@ -99,22 +99,22 @@ class Recordings(LiveSessions):
     # ---- beginning and end ----------------------------------------------------------------------
 
     def recover(self) -> int:
-        """Takes up the sessions that a killed server left; how many. Once, before anything is served.
+        """Recovers the sessions of a killed server; returns how many. Call it once, before serving.
 
         Raises StoreError for a damaged journal or log, ConfigError for a journal of another tokenizer or
         template.
         """
-        len(self._log)  # reads what is stored, which takes long, and not while a session is being stored
+        len(self._log)  # reads the index of the log now, as that takes long
         for facts, journal, session_map, reward in find_sessions(self._live, self.renderers):
             service = self._service(session_map, self._sampler, journal=journal)
             began_s = time.monotonic() - max(time.time() - facts.created_unix_s, 0.0)
             names = facts.id, facts.key, facts.tenant
-            self._hold(RecordedSession(*names, facts.spec, service, began_s, reward=reward))
+            self._register(RecordedSession(*names, facts.spec, service, began_s, reward=reward))
             self.counts["sessions_recovered"] += 1
         return self.counts["sessions_recovered"]
 
     def create(self, tenant: str, spec: SessionSpec) -> RecordedSession:
-        """Begins a session; it is on the disk once its journal is synced.
+        """Begins a session; it is durable once its journal is synced.
 
         Raises BusyError, DrainingError, StoreError, and BadRequestError for an id that is open or stored.
         """
@@ -124,7 +124,7 @@ class Recordings(LiveSessions):
         if held >= self.limits.sessions_per_tenant:
             raise BusyError("too many sessions", field="tenant", received=held, fix="finish or delete some")
         is_open = any(one.spec.trajectory_id == spec.trajectory_id for one in self._sessions.values())
-        if is_open or self._log.contains(spec.trajectory_id):  # what is stored already is not stored again
+        if is_open or self._log.contains(spec.trajectory_id):  # the log would not store it again
             raise BadRequestError(
                 f"a session of this trajectory is {'open' if is_open else 'stored'}",
                 field="trajectory",
@@ -137,7 +137,7 @@ class Recordings(LiveSessions):
         journal = SessionJournal.create(self._live / f"{session_id}.jsonl", asdict(facts))
         service = self._service(self._map_of(spec), self._sampler, journal=journal)
         self.counts["sessions_created"] += 1
-        return self._hold(RecordedSession(session_id, key, tenant, spec, service))
+        return self._register(RecordedSession(session_id, key, tenant, spec, service))
 
     async def set_reward(self, session: RecordedSession, reward: RewardBreakdown) -> None:
         """Sets the reward, durably; a later one replaces it. Raises StoreError and SessionEndedError."""
@@ -155,11 +155,10 @@ class Recordings(LiveSessions):
         cause: str = "",
         reward: RewardBreakdown | None = None,
     ) -> dict[str, Any]:
-        """Stores the session's trajectory durably and forgets the session. Again, it says the same.
+        """Stores the session's trajectory durably and removes the session. Idempotent.
 
-        `reward` replaces what was set before.
-
-        Requests under way are aborted first. Raises StoreError; the session then lives on.
+        `reward` replaces the one set before. Requests in progress are aborted first. Raises StoreError; the
+        session then stays live.
         """
         ended = self._ended.get(session_id)
         if ended is not None and ended[0] == tenant:
@@ -198,7 +197,7 @@ class Recordings(LiveSessions):
             "reward": None if trajectory.reward is None else trajectory.reward.total,
             "facts": dict(trajectory.facts),
         }
-        self._forget(session)
+        self._remove(session)
         session.journal.remove()
         self._ended[session.id] = (session.tenant, summary)
         while len(self._ended) > _MAX_ENDED:
@@ -208,10 +207,10 @@ class Recordings(LiveSessions):
         return summary
 
     async def delete(self, tenant: str, session_id: str) -> None:
-        """Ends a session; nothing of it is stored."""
+        """Ends a session without storing it."""
         session = self.find_owned(tenant, session_id)
         self.check_live(session)
-        self._forget(session)
+        self._remove(session)
         try:
             await session.service.stop()
         finally:
@@ -219,19 +218,19 @@ class Recordings(LiveSessions):
         self.counts["sessions_deleted"] += 1
 
     async def expire(self) -> int:
-        """Ends the sessions that nobody uses any more; how many.
+        """Ends idle sessions; returns how many.
 
-        It ran into a limit, and earns what was set before, or nothing, if the agent had its answers, and
-        the tenant was there later, in the second half of the time, and did not end it: then the harness
-        still waits, for something that the agent began. Else the failure is ours: the sampler failed, or
-        harness and tenant are gone.
+        A session ends as `limit`, with its reward or 0, if the agent got its answers and the tenant sent
+        requests in the second half of the idle time without ending it: then the harness is still waiting for
+        something that the agent has started. Otherwise it is an infrastructure failure: the sampler failed,
+        or harness and tenant have ended.
         """
         end_s = time.monotonic() - self.limits.idle_s
         num_ended = 0
         for session in list(self._sessions.values()):
-            # Looked at only now: while the ones before were stored, it may have been used, or have ended.
+            # Checked only now: while earlier ones were stored, it may have been used, or have ended.
             if session.used_s < end_s and not session.num_requests and self._is_live(session):
-                seen_s = self._heard_s.get(session.tenant, 0.0) - session.used_s
+                seen_s = self._last_request_s.get(session.tenant, 0.0) - session.used_s
                 is_seen = session.reward is not None or seen_s > self.limits.idle_s / 2
                 is_ours = not is_seen or session.map.counts.failed or not session.map.num_sampled_tokens
                 status = Status.INFRASTRUCTURE if is_ours else Status.LIMIT
@@ -241,13 +240,13 @@ class Recordings(LiveSessions):
         return num_ended
 
     async def close(self) -> None:
-        """Stops all sampling. What was not finished stays in its journal, for the next server. Every session
-        is tried; raises the first failure."""
+        """Stops all sampling. Unfinished sessions stay in their journals, for the next server. Tries every
+        session; raises the first failure."""
         self.draining = True
-        await finish_all([self._leave(session) for session in self._sessions.values()])
+        await finish_all([self._suspend(session) for session in self._sessions.values()])
 
-    async def _leave(self, session: RecordedSession) -> None:
-        self._forget(session)
+    async def _suspend(self, session: RecordedSession) -> None:
+        self._remove(session)
         try:
             await session.service.stop()
         finally:

@@ -1,4 +1,4 @@
-"""What the trainer says of a recorded session."""
+"""Specification of a recorded session, given by the trainer."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ from etude.tokens.chat.fields import unsupported
 from etude.tokens.chat.requests import Sampling
 
 RECORDED_ROUTES = "blobs"
-"""Directory of the experts' routes, in a store's."""
+"""Directory of expert routes, within a store's."""
 
 _IGNORED = frozenset(("temperature", "top_p", "top_k", "min_p"))
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingDefaults:
-    """What a session's answers are sampled with: the one thing of a request that training has a say in."""
+    """How a session's answers are sampled: the only part of a request that the trainer may override."""
 
     fixed: SamplingParams | None = None
-    """The trainer decides: what the client asks for does not count. None: the client decides."""
+    """Set by the trainer: the client's parameters are ignored. None: the client decides."""
     max_tokens: int = 4096
-    """Of one answer, where the client names no number."""
+    """Limit for one answer, if the client sets none."""
     own_noise: bool = False
     """Whether the client's `seed` is ignored too."""
 
-    def that_count(self, body: Mapping[str, Any]) -> Mapping[str, Any]:
-        """A request's body without what is ignored, whatever its value."""
+    def without_ignored(self, body: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A request's body without ignored fields, which may have any value."""
         ignored = _IGNORED if self.fixed is not None else frozenset[str]()
         if self.own_noise:
             ignored |= {"seed"}
         return {k: v for k, v in body.items() if k not in ignored}
 
     def params(self, asked: Sampling) -> SamplingParams:
-        """What is sampled with. Raises BadRequestError for what cannot be trained on here: several answers,
-        and truncated sampling, of which the tokens that it kept are not recorded."""
+        """The parameters to sample with. Raises BadRequestError for requests that cannot be trained on:
+        several answers, and truncated sampling, as its support is not recorded."""
         if asked.num_samples > 1:
             raise unsupported("n", asked.num_samples, "one answer is recorded for each request")
         if asked.params.top_logprobs:
@@ -58,12 +58,11 @@ class SamplingDefaults:
 
 @dataclass(frozen=True, slots=True)
 class SessionSpec:
-    """What the trainer says of a session when it begins."""
+    """The trainer's specification of a new session."""
 
     trajectory_id: TrajectoryId
     group_size: int = 0
-    """Sessions that are compared with each other, the members of the group `trajectory_id` names. 0: as many
-    as come."""
+    """Number of sessions in the group of `trajectory_id`, which are compared. 0: as many as there are."""
     consent: str = "synthetic"
     keep_thinking: bool = True
     sampling: SamplingDefaults = field(default_factory=SamplingDefaults)

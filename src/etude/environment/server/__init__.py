@@ -1,4 +1,4 @@
-"""Environment sessions for other processes and hosts. Start at `process.build_app` and `process.serve`."""
+"""HTTP server of environment sessions. Start at `process.build_app` and `process.serve`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The sessions of a server: who holds which, how many, for how long.
+"""The sessions of a server: their owners, limits and idle times.
 
-A tenant sees its own sessions only. What a tenant may hold is bounded; what would exceed it is refused with
-CapacityError before anything runs, so that it can be asked for again later.
+A tenant sees its own sessions only, and its resources are limited; a request that would exceed a limit is
+refused with CapacityError before anything runs, so that it can be retried later.
 """
 
 from __future__ import annotations
@@ -27,40 +27,40 @@ from etude.serving.metrics import Labels, Metrics
 _log = logging.getLogger("etude.environment.server")
 _REFUSALS = (CapacityError, SandboxMissingError, SandboxStateError)
 _REFUSED = {"session", "sessions", "snapshot", "calls", "kept_bytes", "episode_id", "environment.server"}
-"""Fields of this server's own refusals: a limit of the tenant's, a session that it has ended. The same kinds
-with other fields come from the sandboxes behind."""
+"""Fields of this server's own refusals: a tenant's limit, an ended session. The same error types with other
+fields come from the sandboxes."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostLimits:
-    """What a server takes and keeps."""
+    """Limits of a server."""
 
     tenant_sessions: int = 64
-    """That one tenant holds at once."""
+    """Sessions of one tenant."""
     tenant_calls: int = 256
-    """That run for one tenant at once."""
+    """Running calls of one tenant."""
     tenant_bytes: int = 256 << 20
-    """Of calls, results and archived contexts that one tenant's sessions remember."""
+    """Calls, results and archived contexts in the histories of one tenant's sessions."""
     body_bytes: int = 64 << 20
-    """Of one request."""
+    """Body of one request."""
     idle_s: float = 3600.0
-    """A session that nobody uses for so long is closed, unless it is paused; clients may ask for less."""
+    """A session without requests for so long is closed, unless it is paused; clients may set less."""
     num_keys: int = 4096
-    """Keys of finished creations that are remembered."""
+    """Idempotency keys of finished creations that are kept."""
     max_forks: int = 64
     """Copies in one request."""
 
 
 @dataclass(slots=True, eq=False)
-class Held:
-    """A session and whose it is."""
+class HostSession:
+    """A session and its owner."""
 
     tenant: str
     session: EnvironmentSession
     idle_s: float
     used_s: float = field(default_factory=time.monotonic)
     num_users: int = 0
-    """Requests that work on it."""
+    """Requests that are using it."""
 
 
 class SessionHost:
@@ -73,9 +73,9 @@ class SessionHost:
         tasks: Mapping[str, Task] | None = None,
         roots: Sequence[Path] = (),
     ) -> None:
-        """`tasks`: by the name under which clients ask for them, without those with steps: a client is asked
-        for one thing only. `roots`: directories of this host below which clients may name files to work on.
-        Takes the site's backend over.
+        """`tasks`: by the name that clients use; those with steps are left out, because a client gets one
+        instruction only. `roots`: directories of this host below which clients may name files to work on.
+        Takes ownership of the site's backend.
         """
         self.site = site
         self.limits = limits or HostLimits()
@@ -84,23 +84,23 @@ class SessionHost:
         self.metrics = Metrics("etude_environment")
         self.metrics.count("etude_environment_background_failures", 0)
         self.snapshots: dict[str, str] = {}
-        """Snapshots that clients asked for -> whose they are. They outlive their sessions."""
+        """Snapshot that a client has made -> its tenant. Snapshots outlive their sessions."""
         self.creations = Creations(self.limits.num_keys)
         self.draining = False
-        self._held: dict[str, Held] = {}
+        self._sessions: dict[str, HostSession] = {}
         self._making = Counter[str]()
-        """Sessions that are being made, by tenant."""
+        """Tenant -> number of sessions that are being created."""
         self._calls = Counter[str]()
-        """Calls that run, by tenant."""
+        """Tenant -> number of running calls."""
         self._background = Tasks(on_error=self._note_background_error)
 
     async def close(self) -> None:
-        """Closes every session and the backend; everything is tried. Raises the first failure."""
+        """Closes every session and the backend, also after a failure. Raises the first failure."""
         self.draining = True
         await self._background.close()
-        held, self._held = list(self._held.values()), {}
+        owned, self._sessions = list(self._sessions.values()), {}
         try:
-            await finish_all(one.session.close() for one in held)
+            await finish_all(entry.session.close() for entry in owned)
         finally:
             if self.site.indexes is not None:
                 await self.site.indexes.close()
@@ -116,14 +116,14 @@ class SessionHost:
             )
 
     @asynccontextmanager
-    async def place(self, tenant: str, count: int = 1) -> AsyncIterator[None]:
-        """Room for sessions that are being made. Raises CapacityError."""
+    async def reserve(self, tenant: str, count: int = 1) -> AsyncIterator[None]:
+        """Reserves room for `count` sessions while they are being created. Raises CapacityError."""
         self.check_accepting()
-        held = self._making[tenant] + len(self.list(tenant))
+        num_owned = self._making[tenant] + len(self.list(tenant))
         most = self.limits.tenant_sessions
-        if held + count > most:
+        if num_owned + count > most:
             raise CapacityError(
-                f"this tenant holds {held} of {most} sessions",
+                f"this tenant holds {num_owned} of {most} sessions",
                 field="sessions",
                 received=count,
                 fix="close sessions that are done",
@@ -134,75 +134,76 @@ class SessionHost:
         finally:
             self._making[tenant] -= count
 
-    def hold(self, tenant: str, session: EnvironmentSession, idle_s: float | None = None) -> Held:
-        """Knows a session from now on. If the server is shutting down, it is closed instead."""
+    def register(self, tenant: str, session: EnvironmentSession, idle_s: float | None = None) -> HostSession:
+        """Registers a session. If the server is shutting down, it is closed instead."""
         most = self.limits.idle_s
-        held = Held(tenant, session, most if idle_s is None else min(most, idle_s))
-        self._held[session.id] = held
+        owned = HostSession(tenant, session, most if idle_s is None else min(most, idle_s))
+        self._sessions[session.id] = owned
         self.metrics.count("etude_environment_sessions_created", tenant=tenant)
         if self.draining:
-            self.in_background(self.end(held))
-        return held
+            self.in_background(self.end(owned))
+        return owned
 
-    def find(self, tenant: str, session_id: str) -> Held:
-        """A session of the tenant's. Raises SandboxMissingError."""
-        held = self._held.get(session_id)
-        if held is None or held.tenant != tenant:
+    def find(self, tenant: str, session_id: str) -> HostSession:
+        """A session of the tenant, marked as used. Raises SandboxMissingError."""
+        owned = self._sessions.get(session_id)
+        if owned is None or owned.tenant != tenant:
             raise SandboxMissingError(
                 "no such session here: it was closed, was not used for too long, or the server began anew",
                 field="session",
                 received=session_id,
                 fix="begin a new one",
             )
-        held.used_s = time.monotonic()
-        return held
+        owned.used_s = time.monotonic()
+        return owned
 
-    def list(self, tenant: str) -> list[Held]:
+    def list(self, tenant: str) -> list[HostSession]:
         """The tenant's sessions, oldest first."""
-        return [held for held in self._held.values() if held.tenant == tenant]
+        return [owned for owned in self._sessions.values() if owned.tenant == tenant]
 
     @asynccontextmanager
-    async def using(self, held: Held) -> AsyncIterator[EnvironmentSession]:
-        """A session while a request works on it: it is not taken for unused."""
-        held.num_users += 1
+    async def using(self, owned: HostSession) -> AsyncIterator[EnvironmentSession]:
+        """Context in which a request uses a session, which is then not idle."""
+        owned.num_users += 1
         try:
-            yield held.session
+            yield owned.session
         finally:
-            held.num_users -= 1
-            held.used_s = time.monotonic()
+            owned.num_users -= 1
+            owned.used_s = time.monotonic()
 
-    async def end(self, held: Held) -> None:
+    async def end(self, owned: HostSession) -> None:
         """Closes a session."""
-        if self._held.pop(held.session.id, None) is not None:
-            self.metrics.count("etude_environment_sessions_closed", tenant=held.tenant)
-        await held.session.close()
+        if self._sessions.pop(owned.session.id, None) is not None:
+            self.metrics.count("etude_environment_sessions_closed", tenant=owned.tenant)
+        await owned.session.close()
 
     @asynccontextmanager
     async def turn(
-        self, held: Held, calls: Sequence[ToolCall], number: int | None = None, key: str | None = None
+        self, owned: HostSession, calls: Sequence[ToolCall], number: int | None = None, key: str | None = None
     ) -> AsyncIterator[EnvironmentSession]:
-        """A session while a turn is asked of it, within the tenant's limits. One that was asked for before,
-        by its number or key, is not counted again. Raises CapacityError, and UserError as `History.find`."""
-        session, before = held.session, held.session.num_turns
+        """Context in which a request runs a turn of a session, within the tenant's limits. A repeated
+        request, by number or key, is not counted again. Raises CapacityError, and UserError as
+        `History.find`."""
+        session, before = owned.session, owned.session.num_turns
         is_named = number is not None or key is not None
         again = session.history.find(number, key, calls) is not None
         if not again and not (is_named and session.in_turn):
-            self._check_turn(held, len(calls))
-        self._calls[held.tenant] += len(calls)
+            self._check_turn(owned, len(calls))
+        self._calls[owned.tenant] += len(calls)
         try:
-            async with self.using(held):
+            async with self.using(owned):
                 yield session
         finally:
-            self._calls[held.tenant] -= len(calls)
+            self._calls[owned.tenant] -= len(calls)
         if not again and session.num_turns > before:
-            self.metrics.count("etude_environment_turns", tenant=held.tenant)
+            self.metrics.count("etude_environment_turns", tenant=owned.tenant)
             for result in session.history.turns[-1].results:
                 error = result.error.value if result.error else ""
-                self.metrics.count("etude_environment_calls", error=error, tenant=held.tenant)
+                self.metrics.count("etude_environment_calls", error=error, tenant=owned.tenant)
 
-    def _check_turn(self, held: Held, num_calls: int) -> None:
+    def _check_turn(self, owned: HostSession, num_calls: int) -> None:
         self.check_accepting()
-        limits, running = self.limits, self._calls[held.tenant]
+        limits, running = self.limits, self._calls[owned.tenant]
         if running and running + num_calls > limits.tenant_calls:
             raise CapacityError(
                 f"{running} of this tenant's {limits.tenant_calls} calls run",
@@ -210,7 +211,7 @@ class SessionHost:
                 received=num_calls,
                 fix="wait until some have ended",
             )
-        kept = sum(one.session.history.size_bytes for one in self.list(held.tenant))
+        kept = sum(entry.session.history.size_bytes for entry in self.list(owned.tenant))
         if kept >= limits.tenant_bytes:
             raise CapacityError(
                 f"this tenant's sessions keep {kept} bytes of turns",
@@ -220,38 +221,37 @@ class SessionHost:
             )
 
     def in_background(self, work: Any) -> asyncio.Task[Any]:
-        """Work that goes on without a client; it is counted where it fails through a fault of ours."""
+        """Starts work that continues without a client; failures that are ours are counted."""
         return self._background.add(asyncio.ensure_future(work))
 
     def note_error(self, error: BaseException) -> None:
-        """Counts what a request failed with."""
+        """Counts the error of a request by its type."""
         self.metrics.count("etude_environment_errors", kind=type(error).__name__)
 
     def metrics_text(self, tenant: str) -> str:
-        """Prometheus text, with what there is now: the tenant's own figures, and those of the server that
-        belong to no tenant."""
-        labels, held = (("tenant", tenant),), self.list(tenant)
+        """Metrics as Prometheus text: the tenant's own, and those of the server that belong to no tenant."""
+        labels, owned = (("tenant", tenant),), self.list(tenant)
         gauges: dict[tuple[str, Labels], float] = {
             ("etude_environment_draining", ()): float(self.draining),
-            ("etude_environment_sessions", labels): len(held),
+            ("etude_environment_sessions", labels): len(owned),
             ("etude_environment_calls_running", labels): self._calls[tenant],
-            ("etude_environment_kept_bytes", labels): sum(one.session.history.size_bytes for one in held),
+            ("etude_environment_kept_bytes", labels): sum(o.session.history.size_bytes for o in owned),
         }
         return self.metrics.text(gauges, lambda found: dict(found).get("tenant", tenant) == tenant)
 
     @property
     def num_busy(self) -> int:
-        """Sessions on which something is being done, now."""
-        return sum(held.session.busy or held.num_users > 0 for held in self._held.values())
+        """Number of sessions with an operation in progress."""
+        return sum(owned.session.busy or owned.num_users > 0 for owned in self._sessions.values())
 
     async def end_idle(self) -> None:
-        """Begins to close the sessions that nobody uses any more."""
+        """Starts to close idle sessions."""
         now = time.monotonic()
-        for held in self._held.values():
-            used = held.num_users or held.session.busy or held.session.state == "paused"
-            if not used and now - held.used_s >= held.idle_s:
-                self.metrics.count("etude_environment_sessions_expired", tenant=held.tenant)
-                self.in_background(self.end(held))
+        for owned in self._sessions.values():
+            used = owned.num_users or owned.session.busy or owned.session.state == "paused"
+            if not used and now - owned.used_s >= owned.idle_s:
+                self.metrics.count("etude_environment_sessions_expired", tenant=owned.tenant)
+                self.in_background(self.end(owned))
 
     def _note_background_error(self, error: BaseException) -> None:
         if is_our_fault(error):

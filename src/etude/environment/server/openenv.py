@@ -1,10 +1,10 @@
-"""An environment as OpenEnv sees it: `reset`, `step`, `state`; an episode for each WebSocket, as its clients
-want it, and the same by HTTP with an episode's id.
+"""The OpenEnv interface of environments: `reset`, `step`, `state`; one episode per WebSocket, as OpenEnv's
+clients expect, and the same by HTTP with an episode's id.
 
 An action is one turn: `{"calls": [{"name", "arguments"}]}`, or `{"message": text}` with calls in our grammar.
-The observation holds what the tools answered; when the agent has finished, or has used up its turns, the
-episode is graded, and the last observation carries the reward. Failures of the infrastructure are errors of
-the protocol, never a reward. OpenEnv's client can send no headers, so a token may stand in the path:
+The observation has the results of the tools; when the agent has finished, or has used up its turns, the
+episode is graded, and the last observation has the reward. Infrastructure failures are protocol errors, never
+a reward. OpenEnv's client cannot send headers, so a token may be part of the path:
 `ws://host/openenv/TOKEN/ws`.
 """
 
@@ -19,8 +19,8 @@ from fastapi import APIRouter, Request, WebSocket, WebSocketDisconnect
 from fastapi.responses import Response
 
 from etude.agent.admission import admit
-from etude.environment.running import unwatched
-from etude.environment.server.host import Held, SessionHost
+from etude.environment.running import ignore_event
+from etude.environment.server.host import HostSession, SessionHost
 from etude.environment.server.requests import Host, Tenant, create_session, fields_of, host_of, tenant_of
 from etude.environment.sessions import EnvironmentSession
 from etude.environment.wire import calls_of
@@ -70,35 +70,35 @@ class Episode:
     """One client's episodes, one after the other. `close` must be called at the end."""
 
     def __init__(self, host: SessionHost, tenant: str) -> None:
-        """`tenant`: whose the sessions are."""
+        """`tenant`: owner of the sessions."""
         self._host, self._tenant = host, tenant
-        self._held: Held | None = None
+        self._owned: HostSession | None = None
         self._max_turns = MAX_TURNS
         self._done = False
         self._reward: float | None = None
         self.episode_id: str | None = None
 
     async def reset(self, data: object) -> dict[str, Any]:
-        """Ends the episode and begins another. Raises UserError, SandboxError."""
+        """Ends the episode and begins a new one. Raises UserError, SandboxError."""
         named = {name: value for name, value in check_fields(data, RESET).items() if value is not None}
         await self.close()
         self._max_turns = named.get("max_turns", MAX_TURNS)
         task = named["task"] if "task" in named else self._choose_task(named.get("seed", 0))
-        self._held = await create_session(self._host, self._tenant, {"task": task})
-        session, self._done, self._reward = self._held.session, False, None
+        self._owned = await create_session(self._host, self._tenant, {"task": task})
+        session, self._done, self._reward = self._owned.session, False, None
         self.episode_id = named.get("episode_id") or secrets.token_hex(8)
         tools = [schema.function_schema() for schema in session.site.tools.schemas]
         return self._answer({"instruction": session.instruction, "tools": tools, "results": [], "text": ""})
 
     async def step(self, action: object) -> dict[str, Any]:
-        """One turn. Raises UserError for what is no action, SandboxError if the infrastructure failed."""
+        """Runs one turn. Raises UserError for an invalid action, SandboxError for infrastructure failures."""
         session = self._running()
         message = action.get("message") if isinstance(action, dict) else None
         size = len(message) if isinstance(message, str) else 0
         calls = await off_loop(size, _calls, action, session.site.tools.schemas)
         try:
             async with self._host.turn(self._host.find(self._tenant, session.id), calls):
-                results = await session.run_calls(calls, {}, unwatched, unwatched)
+                results = await session.run_calls(calls, {}, ignore_event, ignore_event)
         except AgentError as error:
             return await self._finish(session, Status.AGENT_ERROR, error.message, [])
         if session.finished:
@@ -108,10 +108,10 @@ class Episode:
         return self._answer(_observed(results))
 
     def state(self) -> dict[str, Any]:
-        """Where the episode stands."""
-        if self._held is None:
+        """The state of the episode."""
+        if self._owned is None:
             return {"episode_id": None, "step_count": 0}
-        session = self._held.session
+        session = self._owned.session
         return {
             "episode_id": self.episode_id,
             "step_count": session.num_turns,
@@ -124,9 +124,9 @@ class Episode:
 
     async def close(self) -> None:
         """Ends the episode's session. Idempotent."""
-        held, self._held = self._held, None
-        if held is not None:
-            await self._host.end(held)
+        owned, self._owned = self._owned, None
+        if owned is not None:
+            await self._host.end(owned)
 
     def _choose_task(self, seed: int) -> str:
         names = sorted(self._host.tasks)
@@ -146,11 +146,11 @@ class Episode:
         return {"observation": observation, "reward": self._reward, "done": self._done}
 
     def _running(self) -> EnvironmentSession:
-        if self._held is None or self._done:
+        if self._owned is None or self._done:
             raise UserError(
                 "no episode runs", field="step", received="done" if self._done else None, fix="reset first"
             )
-        return self._held.session
+        return self._owned.session
 
 
 def schemas() -> dict[str, Any]:
@@ -166,7 +166,7 @@ def schemas() -> dict[str, Any]:
 
 
 def _calls(action: object, tools: tuple[ToolSchema, ...]) -> Sequence[ToolCall]:
-    """The turn's calls, those that may not run marked with why, as in every session of ours."""
+    """The turn's calls; those that may not run have the reason as `error`, as in our own sessions."""
     named = check_fields(action, _ACTION)
     message, calls = named.get("message"), named.get("calls")
     if (message is None) == (calls is None):
@@ -217,14 +217,14 @@ async def talk(socket: WebSocket) -> None:
                 return
             await socket.send_text(json.dumps(answer))
     except (WebSocketDisconnect, RuntimeError):
-        # The client has left; its episode ends with it.
+        # The client has disconnected, which ends its episode.
         return
     finally:
         await episode.close()
 
 
 async def _answer(host: SessionHost, episode: Episode, text: str | None) -> dict[str, Any] | None:
-    """The answer to one message; None to the last. `text` None: the message is no text."""
+    """The answer to one message; None to `close`. `text` None: the message is binary."""
     if text is None:
         return _error("Invalid JSON: the message is binary, not text", "INVALID_JSON")
     try:
@@ -264,7 +264,7 @@ async def reset(request: Request, host: Host, tenant: Tenant) -> Response:
     named = await fields_of(request, RESET)
     episodes = _episodes(request)
     if len(episodes) >= _HTTP_EPISODES:
-        await _forget(host, episodes)
+        await _drop_ended(host, episodes)
     episode = episodes.pop((tenant, named.get("episode_id", "")), None) or Episode(host, tenant)
     answer = await episode.reset(named)
     assert episode.episode_id is not None, "it was just reset"
@@ -282,7 +282,7 @@ async def step(request: Request, tenant: Tenant) -> Response:
 
 @router.get("/openenv/state")
 async def state(request: Request, tenant: Tenant, episode_id: str) -> Response:
-    """Where an episode stands."""
+    """The state of an episode."""
     return Json(_find(request, tenant, episode_id).state())
 
 
@@ -294,7 +294,7 @@ async def schema() -> Response:
 
 @router.get("/openenv/metadata")
 async def metadata() -> Response:
-    """What this environment is."""
+    """Name and description of the environment."""
     return Json({"name": "etude", "description": "Software tasks in sandboxes, graded by hidden tests."})
 
 
@@ -315,10 +315,10 @@ def _find(request: Request, tenant: str, episode_id: str) -> Episode:
     return episode
 
 
-async def _forget(host: SessionHost, episodes: dict[tuple[str, str], Episode]) -> None:
-    """Forgets episodes whose sessions have ended. Raises CapacityError if all of them live."""
+async def _drop_ended(host: SessionHost, episodes: dict[tuple[str, str], Episode]) -> None:
+    """Removes episodes whose sessions have ended. Raises CapacityError if none has."""
     for (tenant, name), episode in list(episodes.items()):
-        live = {held.session.id for held in host.list(tenant)}
+        live = {owned.session.id for owned in host.list(tenant)}
         if episode.state().get("session") not in live:
             del episodes[tenant, name]
     if len(episodes) >= _HTTP_EPISODES:

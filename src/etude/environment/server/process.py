@@ -1,8 +1,8 @@
-"""The server as an application and as a process: who may ask, errors, routes about the server and the events
-of a session; its address, its end.
+"""The environment server as an ASGI application (access, errors, routes about the server and a session's
+events) and as a process (address, shutdown).
 
-The first SIGTERM (or SIGINT) drains: turns that run are finished, nothing new is begun, `/ready` says so.
-Then, after `drain_s` or at a second signal, every session is closed and the process ends.
+The first SIGTERM (or SIGINT) drains: running turns are finished, nothing new is accepted, `/ready` reports
+it. Then, after `drain_s` or at a second signal, every session is closed and the process ends.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from etude.serving.sweeping import sweeping
 
 DEFAULT_PORT = 8652
 SERVER = "environment server"
-"""What it calls itself in what it says."""
+"""Its name in messages."""
 _SWEEP_S = 1.0
 REFUSED, TOO_SLOW = 4401, 4408
 """Close codes: no access or no such session; events were dropped for a slow client."""
@@ -41,7 +41,7 @@ router = APIRouter()
 def build_app(host: SessionHost, tokens: Mapping[str, str] | None = None) -> FastAPI:
     """An ASGI application that serves a host's sessions, and closes it when it ends.
 
-    `tokens`: token -> tenant; none: every request is of the tenant `local`.
+    `tokens`: token -> tenant; none: every request belongs to the tenant `local`.
     """
 
     @asynccontextmanager
@@ -73,7 +73,7 @@ def build_app(host: SessionHost, tokens: Mapping[str, str] | None = None) -> Fas
 
 
 async def ready(host: Host) -> Response:
-    """`ready` (200), or why nothing new is begun (503)."""
+    """`ready` (200), or why nothing new is accepted (503)."""
     if host.draining:
         return Json({"status": "draining"}, 503)
     problems = await asyncio.to_thread(host.site.backend.doctor)
@@ -95,32 +95,33 @@ async def tools(host: Host, tenant: Tenant) -> Response:
 
 @router.get("/tasks")
 async def tasks(host: Host, tenant: Tenant) -> Response:
-    """The tasks with which sessions of this server may begin."""
+    """The tasks of this server, from which sessions may begin."""
     return Json([{"name": name, "instruction": task.instruction} for name, task in host.tasks.items()])
 
 
 @router.websocket("/sessions/{session_id}/events")
 async def events(socket: WebSocket, session_id: str) -> None:
-    """What happens in a session, as JSON texts: from event number `?after=` + 1 on, until its end.
+    """The events of a session, as JSON texts: from event number `?after=` + 1 on, until its end.
 
-    Events that are no longer kept come as one `gap`; a slow watcher gets `dropped` and is let go.
+    Events that are no longer retained are replaced by one `gap`; a slow watcher gets `dropped` and is
+    disconnected.
     """
     await socket.accept()
     try:
-        held = (await host_of(socket)).find(await tenant_of(socket), session_id)
+        owned = (await host_of(socket)).find(await tenant_of(socket), session_id)
         after = socket.query_params.get("after", "0")
         is_number = after.isascii() and after.isdecimal() and len(after) < 19
-        stream = held.session.events.watch(int(after) if is_number else 0)
+        stream = owned.session.events.watch(int(after) if is_number else 0)
     except EtudeError as error:
         await socket.send_json({"event": "refused", "error": encode_error(error)})
         await socket.close(REFUSED)
         return
-    # Of a client that has left, or takes nothing; the session goes on.
+    # A client that has disconnected, or does not read, does not affect the session.
     with suppress(ClientDisconnect, WebSocketDisconnect, TimeoutError, RuntimeError):
-        await unless_disconnected(socket, _tell(socket, stream))
+        await unless_disconnected(socket, _send_events(socket, stream))
 
 
-async def _tell(socket: WebSocket, stream: AsyncIterator[Event]) -> None:
+async def _send_events(socket: WebSocket, stream: AsyncIterator[Event]) -> None:
     """Sends events until the session's end, or until some were dropped."""
     async for event in stream:
         async with asyncio.timeout(STALL_S):
@@ -145,8 +146,8 @@ def serve(
 ) -> None:
     """Serves until a signal ends it. Blocks. Without `tokens` loopback addresses only. Raises ConfigError.
 
-    `port` 0: one that is free. It says on stderr when and where it is ready. `tenants_share`: whether several
-    tenants are served though their sandboxes share what the kernel counts for each user.
+    `port` 0: a free one. Prints to stderr when and where it is ready. `tenants_share`: serve several tenants
+    even if their sandboxes share the kernel's per-user limits.
     """
     check_token(host, bool(tokens))
     if not tenants_share:

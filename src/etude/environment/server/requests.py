@@ -1,5 +1,5 @@
-"""What the routes share: the host, the tenant, the session of a path, the fields of each request; and from a
-request to a session: what it may begin with, and what it may name on this host.
+"""Helpers of the routes: host, tenant and session of a request, its fields; and creating a session from a
+request: its sources, and the paths of this host that it may name.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from starlette.requests import HTTPConnection
 
 from etude.environment.names import check_task_name, template_of
 from etude.environment.origins import Origin, directory_template, repository_template, task_origin
-from etude.environment.server.host import Held, SessionHost
+from etude.environment.server.host import HostSession, SessionHost
 from etude.environment.sessions import EnvironmentSession
 from etude.environment.wire import task_of
 from etude.errors import EtudeError, UserError
@@ -32,7 +32,7 @@ from etude.serving.messages import FRAMES, Fields, check_fields, check_strings
 
 _NONE = type(None)
 LOCAL_TENANT = "local"
-"""Whose sessions are where no tokens are asked for."""
+"""The tenant of all requests if no tokens are required."""
 SOURCES = ("task", "files", "directory", "repository", "snapshot", "fork")
 CREATE: Fields = {
     "task": (str, dict, _NONE),
@@ -56,16 +56,16 @@ FORK: Fields = {"count": (int, _NONE), "turn": (int, _NONE)}
 NOTHING: Fields = {}
 
 
-# Coroutines, all three: FastAPI runs plain functions in threads, which costs a millisecond and a race.
+# All three are coroutines: FastAPI runs plain functions in threads, which costs a millisecond and a race.
 
 
 async def host_of(connection: HTTPConnection) -> SessionHost:
-    """The sessions of the server that got the request."""
+    """The host of the server that received the request."""
     return connection.app.state.host
 
 
 async def tenant_of(connection: HTTPConnection) -> str:
-    """Whose request it is. Raises AccessError."""
+    """The tenant of a request. Raises AccessError."""
     tokens: Mapping[str, str] = connection.app.state.tokens
     if not tokens:
         return LOCAL_TENANT
@@ -82,16 +82,16 @@ Host = Annotated[SessionHost, Depends(host_of)]
 Tenant = Annotated[str, Depends(tenant_of)]
 
 
-async def _held(session_id: str, host: Host, tenant: Tenant) -> Held:
+async def _owned_session(session_id: str, host: Host, tenant: Tenant) -> HostSession:
     return host.find(tenant, session_id)
 
 
-Box = Annotated[Held, Depends(_held)]
+PathSession = Annotated[HostSession, Depends(_owned_session)]
 """The session of the path."""
 
 
 async def fields_of(request: Request, fields: Fields) -> dict[str, Any]:
-    """The checked fields of a request, those that are null left out. Raises UserError."""
+    """The checked fields of a request, without null ones. Raises UserError."""
     limits = (await host_of(request)).limits
     raw, _ = await read_request(request, limits.body_bytes, Unpacker().feed)
     named = {name: value for name, value in check_fields(raw, fields).items() if value is not None}
@@ -107,14 +107,14 @@ def wants_frames(request: Request) -> bool:
 
 
 def long(request: Request, work: Work, output: OutputBuffer | None = None) -> LongAnswer:
-    """The answer of a request that may take long. What was begun is finished though the client leaves."""
+    """The answer of a request that may take long. Its work is finished even if the client disconnects."""
     host: SessionHost = request.app.state.host
     plain = not wants_frames(request)
     return long_answer(work, output, host.in_background, plain=plain, on_error=host.note_error)
 
 
-async def create_session(host: SessionHost, tenant: str, named: Mapping[str, Any]) -> Held:
-    """A new session of the tenant's, from one source. Raises UserError, CapacityError, SandboxError."""
+async def create_session(host: SessionHost, tenant: str, named: Mapping[str, Any]) -> HostSession:
+    """Creates a session of the tenant, from one source. Raises UserError, CapacityError, SandboxError."""
     given = [name for name in SOURCES if name in named]
     if len(given) != 1:
         raise UserError(
@@ -123,12 +123,12 @@ async def create_session(host: SessionHost, tenant: str, named: Mapping[str, Any
             received=given,
             fix="one of " + ", ".join(SOURCES),
         )
-    async with host.place(tenant):
+    async with host.reserve(tenant):
         if given == ["fork"]:
             session = await _forked(host, tenant, named["fork"])
         else:
             session = await _opened(host, tenant, named)
-        return host.hold(tenant, session, named.get("idle_s"))
+        return host.register(tenant, session, named.get("idle_s"))
 
 
 async def _opened(host: SessionHost, tenant: str, named: Mapping[str, Any]) -> EnvironmentSession:
@@ -151,8 +151,8 @@ async def _opened(host: SessionHost, tenant: str, named: Mapping[str, Any]) -> E
 
 async def _forked(host: SessionHost, tenant: str, raw: object) -> EnvironmentSession:
     fork = check_fields(raw, FORK_OF)
-    held = host.find(tenant, fork["session"])
-    async with host.using(held) as parent:
+    owned = host.find(tenant, fork["session"])
+    async with host.using(owned) as parent:
         (made,) = await parent.fork(1, fork.get("turn"))
     if isinstance(made, EtudeError):
         raise made
@@ -171,7 +171,7 @@ async def _template(host: SessionHost, named: Mapping[str, Any]) -> Template:
 
 
 def no_such_snapshot(snapshot: str) -> SandboxMissingError:
-    """The error for a snapshot that the tenant does not have: as for sessions, nobody learns of others'."""
+    """The error for a snapshot that the tenant does not own; it does not reveal those of others."""
     return SandboxMissingError(
         "no such snapshot of this tenant's: it was deleted, or the server began anew",
         field="snapshot",
@@ -181,7 +181,7 @@ def no_such_snapshot(snapshot: str) -> SandboxMissingError:
 
 
 def find_task(host: SessionHost, named: str | dict[str, Any]) -> Task:
-    """A task of the server's by its name, or one that is written in the request. Raises UserError."""
+    """A task of the server by its name, or the one in the request. Raises UserError."""
     if isinstance(named, dict):
         task = task_of(named)
         check_task_name(task.id, "task.id")

@@ -13,12 +13,12 @@ from starlette.types import Message, Receive, Scope, Send
 
 from etude.agent.inputs import result_document
 from etude.environment.names import template_of
-from etude.environment.running import unwatched
+from etude.environment.running import ignore_event
 from etude.environment.server import requests
-from etude.environment.server.host import Held, SessionHost
+from etude.environment.server.host import HostSession, SessionHost
 from etude.environment.server.requests import (
-    Box,
     Host,
+    PathSession,
     Tenant,
     create_session,
     fields_of,
@@ -69,56 +69,58 @@ async def create(request: Request, host: Host, tenant: Tenant) -> Response:
 @router.get("/sessions")
 async def list_sessions(host: Host, tenant: Tenant) -> Response:
     """The tenant's sessions, oldest first."""
-    return Json([describe(held.session) for held in host.list(tenant)])
+    return Json([describe(owned.session) for owned in host.list(tenant)])
 
 
 @router.get("/sessions/{session_id}")
-async def get_session(held: Box) -> Response:
-    """What is known of a session."""
-    return Json(describe(held.session))
+async def get_session(owned: PathSession) -> Response:
+    """The description of a session."""
+    return Json(describe(owned.session))
 
 
 @router.delete("/sessions/{session_id}", responses=LONG)
-async def close_session(request: Request, held: Box, host: Host) -> Response:
+async def close_session(request: Request, owned: PathSession, host: Host) -> Response:
     """Ends a session and its sandbox."""
 
     async def work() -> Encoded:
-        await host.end(held)
+        await host.end(owned)
         return {"closed": True}, b""
 
     return long(request, work())
 
 
 class TurnFrames(OutputBuffer):
-    """Calls and results of a turn on their way to the client that waits for it.
+    """Streams the events of a turn to the client that waits for it.
 
-    What it does not take in time is left out: the last frame has every result.
+    Events that it does not read in time are dropped: the last frame has every result.
     """
 
     def on_call(self, position: int, call: ToolCall) -> None:
-        """A call begins."""
+        """Sends that a call has begun."""
         self.put_frame({"event": "call_started", "position": position})
 
     def on_result(self, position: int, call: ToolCall, result: ToolResult) -> None:
-        """A call has ended."""
+        """Sends the result of a call."""
         self.put_frame({"event": "call_ended", "position": position, "result": result_document(result)})
 
 
 @router.post("/sessions/{session_id}/turns", responses=LONG, openapi_extra=described(requests.TURN))
-async def run_turn(request: Request, held: Box, host: Host) -> Response:
-    """Runs one turn's calls; their results in call order. It goes on if the client leaves.
+async def run_turn(request: Request, owned: PathSession, host: Host) -> Response:
+    """Runs one turn's calls; returns their results in call order. The turn continues if the client
+    disconnects.
 
-    `turn` (its number, from 0) or an `Idempotency-Key` names it: sent again, it is not run again.
+    `turn` (its number, from 0) or an `Idempotency-Key` identifies it: a repeated request does not run it
+    again.
     """
     named = await fields_of(request, requests.TURN)
     calls, known = calls_of(named["calls"]), known_of(named.get("known", {}))
     number, key = named.get("turn"), request.headers.get("idempotency-key")
-    # Looked at before anything is answered, so that a conflict has a status of its own.
-    held.session.history.find(number, key, calls)
+    # Checked before the answer begins, so that a conflict has its own status code.
+    owned.session.history.find(number, key, calls)
     frames = TurnFrames(pack)
 
     async def work() -> Encoded:
-        async with host.turn(held, calls, number, key) as session:
+        async with host.turn(owned, calls, number, key) as session:
             results = await session.turn(calls, number, frames.on_call, frames.on_result, known, key)
         return {
             "results": [result_document(result) for result in results],
@@ -130,25 +132,25 @@ async def run_turn(request: Request, held: Box, host: Host) -> Response:
 
 
 @router.post("/sessions/{session_id}/archive", responses=LONG, openapi_extra=described(requests.ARCHIVE))
-async def archive(request: Request, held: Box, host: Host) -> Response:
-    """Keeps a text as a file of the workspace; `error` says in words for the agent why it could not."""
+async def archive(request: Request, owned: PathSession, host: Host) -> Response:
+    """Writes a text to a file of the workspace; `error`: why that failed, in words for the agent."""
     named = await fields_of(request, requests.ARCHIVE)
     template_of({named["path"]: named["text"]}, "archive")
 
     async def work() -> Encoded:
-        async with host.using(held) as session:
+        async with host.using(owned) as session:
             return {"error": await session.archive(named["path"], named["text"])}, b""
 
     return long(request, work())
 
 
 @router.get("/sessions/{session_id}/diff", responses=LONG)
-async def diff(request: Request, held: Box, host: Host) -> Response:
-    """What differs from the beginning: frames with the contents, or JSON with texts."""
+async def diff(request: Request, owned: PathSession, host: Host) -> Response:
+    """Changes since the beginning: frames with the contents, or JSON with texts."""
     frames = wants_frames(request)
 
     async def work() -> Encoded:
-        async with host.using(held) as session:
+        async with host.using(owned) as session:
             changes = await session.diff()
         if frames:
             return encode_changes(changes)
@@ -161,40 +163,40 @@ async def diff(request: Request, held: Box, host: Host) -> Response:
 
 
 @router.post("/sessions/{session_id}/submit", responses=LONG, openapi_extra=described(requests.SUBMIT))
-async def submit(request: Request, held: Box, host: Host) -> Response:
-    """Ends the session and grades it. Asked again, it gives the same outcome."""
+async def submit(request: Request, owned: PathSession, host: Host) -> Response:
+    """Ends the session and grades it. Idempotent."""
     named = await fields_of(request, requests.SUBMIT)
     status = status_of_text(named.get("status"))
 
     async def work() -> Encoded:
-        async with host.using(held) as session:
+        async with host.using(owned) as session:
             first = session.outcome is None
             outcome = await session.submit(status, named.get("cause", ""))
         if first:
             passed = str(outcome.verdict.passed).lower()
-            host.metrics.count("etude_environment_graded", passed=passed, tenant=held.tenant)
+            host.metrics.count("etude_environment_graded", passed=passed, tenant=owned.tenant)
         return outcome_document(outcome), b""
 
     return long(request, work())
 
 
 @router.post("/sessions/{session_id}/pause", responses=LONG, openapi_extra=described(requests.NOTHING))
-async def pause(request: Request, held: Box, host: Host) -> Response:
-    """Puts the sandbox to sleep; `kept` says what of it."""
+async def pause(request: Request, owned: PathSession, host: Host) -> Response:
+    """Pauses the sandbox; `kept`: what is preserved."""
 
     async def work() -> Encoded:
-        async with host.using(held) as session:
+        async with host.using(owned) as session:
             return {"kept": await session.pause()}, b""
 
     return long(request, work())
 
 
 @router.post("/sessions/{session_id}/resume", responses=LONG, openapi_extra=described(requests.NOTHING))
-async def resume(request: Request, held: Box, host: Host) -> Response:
-    """Wakes the sandbox."""
+async def resume(request: Request, owned: PathSession, host: Host) -> Response:
+    """Resumes the sandbox."""
 
     async def work() -> Encoded:
-        async with host.using(held) as session:
+        async with host.using(owned) as session:
             await session.resume()
             return describe(session), b""
 
@@ -202,13 +204,13 @@ async def resume(request: Request, held: Box, host: Host) -> Response:
 
 
 @router.post("/sessions/{session_id}/snapshot", responses=LONG, openapi_extra=described(requests.NOTHING))
-async def snapshot(request: Request, held: Box, host: Host) -> Response:
-    """A durable copy of the workspace, with which sessions of this tenant may begin."""
+async def snapshot(request: Request, owned: PathSession, host: Host) -> Response:
+    """Makes a durable copy of the workspace, from which sessions of this tenant may begin."""
 
     async def work() -> Encoded:
-        async with host.using(held) as session:
+        async with host.using(owned) as session:
             kept = await session.snapshot()
-        host.snapshots[kept] = held.tenant
+        host.snapshots[kept] = owned.tenant
         return {"snapshot": kept}, b""
 
     return long(request, work())
@@ -216,13 +218,13 @@ async def snapshot(request: Request, held: Box, host: Host) -> Response:
 
 @router.get("/snapshots")
 async def list_snapshots(host: Host, tenant: Tenant) -> Response:
-    """The snapshots that this tenant asked for."""
+    """The snapshots of this tenant."""
     return Json([snapshot for snapshot, owner in host.snapshots.items() if owner == tenant])
 
 
 @router.delete("/snapshots/{snapshot_id}", responses=LONG)
 async def delete_snapshot(snapshot_id: str, request: Request, host: Host, tenant: Tenant) -> Response:
-    """Deletes one; sessions that began with it go on."""
+    """Deletes a snapshot; sessions that began from it continue."""
 
     async def work() -> Encoded:
         if host.snapshots.get(snapshot_id) != tenant:
@@ -235,8 +237,8 @@ async def delete_snapshot(snapshot_id: str, request: Request, host: Host, tenant
 
 
 @router.post("/sessions/{session_id}/fork", responses=LONG, openapi_extra=described(requests.FORK))
-async def fork(request: Request, held: Box, host: Host, tenant: Tenant) -> Response:
-    """Copies of the session, now or as it was after `turn` turns: for each its description, or its error.
+async def fork(request: Request, owned: PathSession, host: Host, tenant: Tenant) -> Response:
+    """Copies of the session as it is or as it was after `turn` turns: for each its description, or its error.
 
     The same `Idempotency-Key` gives the same copies.
     """
@@ -250,18 +252,18 @@ async def fork(request: Request, held: Box, host: Host, tenant: Tenant) -> Respo
 
     async def make() -> list[dict[str, Any]]:
         rows: list[dict[str, Any]] = []
-        async with host.place(tenant, count), host.using(held) as parent:
+        async with host.reserve(tenant, count), host.using(owned) as parent:
             for made in await parent.fork(count, named.get("turn")):
                 if isinstance(made, InfrastructureError):
                     host.note_error(made)
                     rows.append({"error": encode_error(made)})
                 else:
-                    host.hold(tenant, made)
+                    host.register(tenant, made)
                     rows.append({"id": made.id})
         host.metrics.count("etude_environment_forks", len(rows), tenant=tenant)
         return rows
 
-    making = _begin_once(request, host, tenant, {"session": held.session.id, **named}, make)
+    making = _begin_once(request, host, tenant, {"session": owned.session.id, **named}, make)
 
     async def work() -> Encoded:
         rows: list[dict[str, Any]] = await asyncio.shield(making)
@@ -275,7 +277,7 @@ async def fork(request: Request, held: Box, host: Host, tenant: Tenant) -> Respo
 def _begin_once(
     request: Request, host: SessionHost, tenant: str, body: object, make: Callable[[], Coroutine[Any, Any, T]]
 ) -> asyncio.Task[T]:
-    """The work of a request, which goes on without its client; the same `Idempotency-Key` gives the same."""
+    """Runs a request's work independently of its client; the same `Idempotency-Key` gives the same result."""
     key = request.headers.get("idempotency-key")
     if key is None:
         return host.in_background(make())
@@ -283,31 +285,31 @@ def _begin_once(
 
 
 class McpAnswer(Response):
-    """Has the session answer the request, whose body was read already, each call as one turn of it.
+    """Answers an MCP request, whose body was read already; each call is one turn of the session.
 
-    Nothing is kept for the next: what matters is in our session, so a client may come back at any time.
+    No state is kept between requests: all of it is in our session, so a client may reconnect at any time.
     """
 
-    def __init__(self, host: SessionHost, held: Held, body: bytes) -> None:
+    def __init__(self, host: SessionHost, owned: HostSession, body: bytes) -> None:
         super().__init__()
         self._host = host
-        self._held = held
+        self._owned = owned
         self._body: bytes | None = body
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """The answer as ASGI sends it."""
+        """Sends the answer."""
 
         async def receive_again() -> Message:
             body, self._body = self._body, None
             return await receive() if body is None else {"type": "http.request", "body": body}
 
         async def run(call: ToolCall) -> ToolResult:
-            async with self._host.turn(self._held, [call]) as session:
-                (result,) = await session.run_calls([call], {}, unwatched, unwatched)
+            async with self._host.turn(self._owned, [call]) as session:
+                (result,) = await session.run_calls([call], {}, ignore_event, ignore_event)
             return result
 
         make_server, manager_of = await asyncio.to_thread(_load_package)
-        async with self._host.using(self._held) as session:
+        async with self._host.using(self._owned) as session:
             server = make_server(session.context, f"etude {session.id}", run)
             manager = manager_of(server, json_response=True, stateless=True)
             async with manager.run():
@@ -315,16 +317,16 @@ class McpAnswer(Response):
 
 
 @router.post("/sessions/{session_id}/mcp", include_in_schema=False)
-async def mcp(request: Request, held: Box, host: Host) -> Response:
-    """One MCP request. The server sends nothing unasked, so there is no stream to GET."""
+async def mcp(request: Request, owned: PathSession, host: Host) -> Response:
+    """One MCP request. The server sends no notifications, so there is no stream to GET."""
     body = await read_body(request, min(host.limits.body_bytes, _MCP_BYTES))
     if body:
-        await off_loop(len(body), parse_json, body)  # the package's own reading has no bounds
-    return McpAnswer(host, held, body)
+        await off_loop(len(body), parse_json, body)  # the package's own parser has no limits
+    return McpAnswer(host, owned, body)
 
 
 def _load_package() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """What answers. Its package takes its time: the server does without until somebody asks."""
+    """Imports the MCP package at the first request, because it is slow to import."""
     from mcp.server.streamable_http_manager import StreamableHTTPSessionManager
 
     from etude.agent.mcp.server import mcp_server

@@ -1,6 +1,6 @@
-"""What a finished (or unfinished) run shows, as rows for a page or a terminal.
+"""The results of a run, finished or not, as rows for a page or a terminal.
 
-Everything is read from `report.json`; a key that is not there yet leaves its row out.
+Everything is read from `report.json`; rows whose keys are missing are left out.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Comparison:
     share: bool = True
     """Whether the figure is a share, shown in per cent."""
     detail: bool = False
-    """Whether it breaks the row above down."""
+    """Whether it is a breakdown of the row above."""
 
     @property
     def change(self) -> str:
@@ -78,14 +78,14 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True)
 class Suggestion:
-    """Something worth trying next, with the command that does it."""
+    """Something to try next, with its command."""
 
     reason: str
     command: str
 
 
 def results_comparisons(report: Report) -> list[Comparison]:
-    """Pass rates before and after: both modes, by level, several tries, unseen families, the first edit."""
+    """Pass rates before and after: both modes, by level, pass@k, unseen families, the first edit."""
     report = _before_alone(report)
     before, after = _mapping(report, "heldout_before"), _mapping(report, "heldout_after")
     family_before = _mapping(report, "heldout_family_before")
@@ -111,7 +111,7 @@ def results_comparisons(report: Report) -> list[Comparison]:
 
 
 def _family_rows(name: str, sides: Any) -> list[Comparison]:
-    """Rows of a family that only acting solves."""
+    """Rows of a task family that can only be solved by acting."""
     before, after = _mapping(sides, "before"), _mapping(sides, "after")
     labels = [(mode, f"{name} tasks, {words}") for mode, words in MODES]
     for key in sorted({key for side in (before, after) for key in side if key.startswith("pass_at_")}):
@@ -147,7 +147,7 @@ def behaviour_comparisons(report: Report) -> list[Comparison]:
 
 
 def headline(report: Report) -> str:
-    """One sentence: what came out."""
+    """One sentence with the main result."""
     before = _estimate(_mapping(report, "heldout_before").get("greedy"))
     after = _estimate(_mapping(report, "heldout_after").get("greedy"))
     if before and after:
@@ -166,7 +166,7 @@ def headline(report: Report) -> str:
 
 
 def _before_alone(report: Report) -> Report:
-    """Of a run without an RL step there is nothing after it: what was measured last is of the same model."""
+    """The report, with "after" values as "before" if no RL step was taken: both are of one model."""
     if report.get("rl_steps") != 0:
         return report
     after = {key: value for key, value in report.items() if key.endswith("_after")}
@@ -191,8 +191,8 @@ def _taken(report: Report) -> str:
 
 
 def next_steps(report: Report, run_path: str, program: str = "etude") -> list[Suggestion]:
-    """What to try next, judged from the results. `run_path` and `program` are named in the commands: other
-    runs begin with the configuration that this one has stored."""
+    """Suggestions based on the results. The commands contain `run_path` and `program`: further runs start
+    from the configuration that this one has stored."""
 
     def train_again(name: str, settings: str) -> str:
         return f"{program} train --config {run_path}/config.toml --name {name} {settings}"
@@ -231,7 +231,7 @@ def next_steps(report: Report, run_path: str, program: str = "etude") -> list[Su
 
 
 def _more_steps(report: Report) -> int:
-    """Half as many again as were planned, or the quickstart's."""
+    """1.5 times the planned steps; without a plan those of the quickstart."""
     planned = report.get("rl_steps_planned")
     return math.ceil(1.5 * planned) if _is_number(planned) and planned else 200
 

@@ -1,9 +1,9 @@
-"""The server as an application and as a process: the routes of agents and of the trainer; its end.
+"""The recording server as an ASGI application and as a process, with its shutdown.
 
-The first SIGTERM (or SIGINT) drains: no new sessions, `/health` says so, what lives may finish within
-`drain_s`. Then, or at a second signal, the process ends. A killed server has stored every session whose
-finish it has acknowledged; those that were live are live again at the next start, with every answer that was
-called complete.
+The first SIGTERM (or SIGINT) drains: no new sessions are accepted, `/health` reports it, live sessions may
+finish within `drain_s`. Then, or at a second signal, the process ends. A killed server has stored every
+session whose finish it has acknowledged; live sessions are recovered at the next start, with every answer
+whose end was sent.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from etude.tokens.chat.dialects import respell_error
 
 _log = logging.getLogger("etude.recording.server")
 SERVER = "recording server"
-"""What it calls itself in what it says."""
+"""Its name in messages."""
 _SWEEP_S = 30.0
 
 
 def build_app(sessions: LiveSessions) -> FastAPI:
-    """An ASGI application that serves sessions to agents. Of `Recordings` it also has the routes of the
-    trainer and of watchers, stores those that nobody uses any more, and closes them when it ends."""
+    """An ASGI application that serves sessions to agents. For `Recordings` it also has the routes of the
+    trainer and of watchers, stores idle sessions, and closes all when it ends."""
 
     recordings = sessions if isinstance(sessions, Recordings) else None
 
@@ -78,13 +78,13 @@ def build_app(sessions: LiveSessions) -> FastAPI:
 
 
 async def _named(session: str) -> None:
-    """The session that a path names: what the description of the routes says of it."""
+    """Declares the path parameter `session` in the description of the routes."""
 
 
 async def _sweep(recordings: Recordings) -> None:
     try:
         await recordings.expire()
-    except EtudeError as error:  # the store; sessions stay, and are tried again
+    except EtudeError as error:  # the store failed; the sessions stay, and are stored at a later try
         recordings.counts["errors"] += 1
         _log.error("idle sessions could not be stored: %s", error)
 
@@ -114,7 +114,7 @@ async def serve(
     key: Path | None = None,
     note: str = "",
 ) -> None:
-    """Serves until a signal ends it; says on stderr when and where it is ready, and `note`.
+    """Serves until a signal ends it; prints to stderr when and where it is ready, and `note`.
 
     `listeners`: from `open_listeners`, closed at the end. Raises ConfigError.
     """

@@ -67,18 +67,18 @@ ERRORS = OpenAIErrors(
         (EtudeError, 503, "server_error", None),
     )
 )
-"""What a recording endpoint refuses, in OpenAI's words; other dialects have theirs from these."""
+"""Errors of a recording endpoint in OpenAI's terms, from which other dialects derive theirs."""
 agents, trainers = APIRouter(), APIRouter()
 _log = logging.getLogger("etude.recording.server")
 
 
 def sessions_of(request: Request) -> LiveSessions:
-    """The sessions of the server that got the request."""
+    """The sessions of the server that received the request."""
     return request.app.state.sessions
 
 
 def recordings_of(request: Request) -> Recordings:
-    """The same, of a server that stores them."""
+    """The same, for a server that stores sessions."""
     return request.app.state.sessions
 
 
@@ -110,7 +110,7 @@ async def body_of(request: Request) -> dict[str, Any]:
 
 
 async def with_body(request: Request, work: Callable[[dict[str, Any]], T]) -> T:
-    """What `work` makes of a request's JSON object; of a large one in a thread. Raises BodyTooLargeError,
+    """The result of `work` on a request's JSON object; for a large one in a thread. Raises BodyTooLargeError,
     UserError, and what `work` raises."""
     limit_bytes = sessions_of(request).limits.body_bytes
     return await read_parsed(request, limit_bytes, lambda data: work(parse_body(data)))
@@ -143,7 +143,7 @@ for _dialect in DIALECTS:
 
 @agents.post("/v1/messages/count_tokens", openapi_extra=_JSON_BODY)
 async def count_tokens(request: Request) -> Response:
-    """Tokens of the context that a request of these messages would have, in Anthropic's words."""
+    """Number of context tokens that a request with these messages would have, in Anthropic's format."""
     session, sessions = session_of(request), sessions_of(request)
     with sessions.using(session):
         _, ask = await _read(request, MESSAGES, session, max_tokens=1)
@@ -153,7 +153,7 @@ async def count_tokens(request: Request) -> Response:
 
 @agents.get("/v1/models")
 async def models(request: Request) -> Response:
-    """The one model that there is, under any name."""
+    """The only model, under any name."""
     session_of(request)
     row = {"id": _MODEL, "object": "model", "type": "model", "created": 0, "owned_by": "etude"}
     row |= {"display_name": _MODEL, "created_at": "1970-01-01T00:00:00Z"}
@@ -163,13 +163,13 @@ async def models(request: Request) -> Response:
 async def _read(
     request: Request, dialect: Dialect, session: RecordedSession, **more: int
 ) -> tuple[ChatRequest, Ask]:
-    """A request, and what is asked of the sampler. Fields that nobody knows are passed over: a client that
-    cannot be changed may send any. Calls are served whole, so that a malformed one stays text."""
+    """Parses a request, for the dialect and for the sampler. Unknown fields are ignored, because a client
+    that cannot be changed may send any. Calls are served whole, so that a malformed one stays text."""
     agent = request.headers.get(AGENT_HEADER, "")
     sampling = session.spec.sampling
 
     def read_body(body: dict[str, Any]) -> ChatRequest:
-        return dialect.read(sampling.that_count({**more, **body}), agent, strict=False)
+        return dialect.read(sampling.without_ignored({**more, **body}), agent, strict=False)
 
     read = await with_body(request, read_body)
     rules = replace(read.rules, whole_calls=True)
@@ -207,7 +207,7 @@ async def _answer(
 
 @trainers.post("/sessions", status_code=201, openapi_extra=_JSON_BODY)
 async def create(request: Request) -> Response:
-    """Begins a session; its id, base URLs and key."""
+    """Begins a session; returns its id, base URLs and key."""
     tenant, recordings = tenant_of(request), recordings_of(request)
     spec = _spec(await body_of(request), recordings.limits)
     session = recordings.create(tenant, spec)
@@ -223,7 +223,7 @@ async def create(request: Request) -> Response:
 
 @trainers.get("/sessions/{session_id}")
 async def get(request: Request, session_id: str) -> Response:
-    """What a session holds."""
+    """The description of a session."""
     return JSONResponse(recordings_of(request).find_owned(tenant_of(request), session_id).describe())
 
 
@@ -239,7 +239,7 @@ async def reward(request: Request, session_id: str) -> Response:
 
 @trainers.post("/sessions/{session_id}/finish", openapi_extra=_JSON_BODY)
 async def finish(request: Request, session_id: str) -> Response:
-    """Stores the trajectory; it is on the disk when this answers."""
+    """Stores the trajectory; it is durable when the answer is sent."""
     tenant, recordings = tenant_of(request), recordings_of(request)
     body = await body_of(request)
     status = body.get("status", Status.DONE.value)
@@ -254,7 +254,7 @@ async def finish(request: Request, session_id: str) -> Response:
 
 @trainers.delete("/sessions/{session_id}", status_code=204)
 async def delete(request: Request, session_id: str) -> Response:
-    """Ends a session; nothing of it is stored."""
+    """Ends a session without storing it."""
     await recordings_of(request).delete(tenant_of(request), session_id)
     return Response(status_code=204)
 
