@@ -200,7 +200,9 @@ class RemoteEpisodes(Player):
 
     def _unpack(self, done: DoneEpisode) -> ForkedEpisode:
         """Unpacks an episode; stores its arrays, so that the trajectories refer to the run's own blobs."""
-        first, *siblings = (unpack_trajectory(bundle).store_blobs(self._keep_routes) for bundle in done.bundles)
+        first, *siblings = (
+            unpack_trajectory(bundle).store_blobs(self._keep_routes) for bundle in done.bundles
+        )
         return ForkedEpisode(first, tuple(siblings), done.origin, done.refused)
 
     async def _cancel_remaining(self, worker: _Worker) -> None:
