@@ -302,7 +302,7 @@ class SamplingCluster:
     def _begin(self, lease: str, order: Order) -> None:
         """Starts a session; it waits for the end of an aborted one of the same identity, if there is any."""
         same = [other for other in self._sessions.values() if other.identity == order.identity]
-        session = _Session(order.identity, MemberSampler(self._site.sampler, False=defers_close=False=False))
+        session = _Session(order.identity, MemberSampler(self._site.sampler, defers_close=False))
         self._sessions[lease] = session
         former = {other.task for other in same if other.task is not None}
         session.task = asyncio.create_task(self._session(lease, session, order, former))
