@@ -205,8 +205,8 @@ class _EmptiedFolder(DirectoryFolder):
         super().__init__(root)
         self._removed: set[Path] = set()
 
-    def _make_room(self, name: str) -> Path:
-        path = super()._make_room(name)
+    def _make_parent(self, name: str) -> Path:
+        path = super()._make_parent(name)
         if path.parent not in self._removed:
             self._removed.add(path.parent)
             path.parent.rmdir()

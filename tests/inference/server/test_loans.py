@@ -124,7 +124,7 @@ def test_a_lent_replica_samples_with_the_runs_weights_bit_for_bit_and_comes_home
     assert standing(served)["state"] == "home"
     assert after["system_fingerprint"] == HOME
     assert after["choices"] == before["choices"], "the weights are those from before"
-    past = desk_of(served)._past
+    past = desk_of(served)._last_loan
     assert past is not None
     assert past.fetch is None, "the run's weights are let go"
 
