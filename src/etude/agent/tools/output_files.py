@@ -10,7 +10,7 @@ from etude.errors import AgentError
 from etude.sandbox.errors import SandboxKilledByAgentError
 
 OUTPUT_BYTES = 10 << 20
-"""Bound of one output; what a command prints beyond it is lost, and the agent is told."""
+"""Bound of one output; output beyond it is lost, and the agent reads so."""
 OUTPUTS = f"{HARNESS_DIRECTORY}/outputs"
 _IGNORE_FILE = f"{HARNESS_DIRECTORY}/.gitignore"
 

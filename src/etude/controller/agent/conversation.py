@@ -107,7 +107,7 @@ class Conversation:
     _busy: bool = False
     _stopping: bool = False
     _undone: list[str] = field(default_factory=list[str])
-    """Paths with undone changes that the agent has not been told about."""
+    """Paths with undone changes that the agent does not know of yet."""
     redo: dict[int, tuple[ToolResult, ...]] = field(default_factory=dict[int, "tuple[ToolResult, ...]"])
     """Results, by turn, of calls that ran before a crash and whose changes are kept."""
 

@@ -11,7 +11,7 @@ With `binds` it gets a user and a mount namespace of its own: it is root inside,
 The real root becomes nobody before it creates the user namespace, so that id 0 of the host is never mapped.
 (`runsc --rootless` is similar, but has no `restore`.) The files that it needs are bind-mounted below
 `BIND_ROOT`, a tmpfs that hides the host's own directory: the paths there are the same in every call, whatever
-the host's directories are called, and whoever may enter them.
+the host's directories are called and whichever user may enter them.
 
 The guard adopts orphaned descendants. When the owner dies, when the program ends, or on SIGTERM, it kills all
 of them and exits with the program's code.

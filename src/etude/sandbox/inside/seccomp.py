@@ -4,7 +4,7 @@ Calls that programs need are allowed. Administrative or rarely audited calls are
 kernel itself would refuse them to a plain user. All others (newer than the table, `clone3`, `io_uring`, ...,
 and `io_setup`, whose contexts are few for the whole host) fail with ENOSYS, so that programs fall back.
 `clone` creates no namespaces, `socket` allows only UNIX and IP (network namespaces do not isolate AF_VSOCK),
-and `fcntl` no locks of open file descriptions, which cannot be told from those of other sandboxes.
+and `fcntl` no locks of open file descriptions, indistinguishable from those of other sandboxes.
 
 With root emulation, changes of owner and user *return* success (0) without an effect: package managers need
 that, and everything belongs to one user anyway. The idea is Charliecloud's (Priedhorsky et al.,
