@@ -6,7 +6,7 @@ What its file does not have is kept from the page as it is.
     python -m tests.adversary.escape.document
 """
 
-# ruff: noqa: E501 -- a page has one line for each paragraph
+# ruff: noqa: E501 -- lines of the page are longer than lines of code
 from __future__ import annotations
 
 import json
@@ -26,7 +26,9 @@ COLUMNS = ("local, root", "local, plain", "gvisor, root", "gvisor, plain", "vm, 
            "control, root", "control, plain")  # fmt: skip
 _HEAD = """# The escape suite
 
-What a hostile program inside a sandbox tries, and what stops it: {count} attempts of {causes} distinct causes, on every backend, as root and as a plain user. Each has a control: the same attempt with its protections taken away must succeed, and must fail again once any one of them is put back; or the same act must succeed where it is allowed. Success is judged from outside where it can be: canary files, a host process, listeners, shared memory and settings of the host are looked at after each attempt.
+The suite runs what a hostile program inside a sandbox could try, and names what stops it: {count} attempts of {causes} distinct
+causes, on every backend, as root and as a plain user. Run it after a change of a sandbox, on a new kernel, or before you trust
+a backend with hostile code:
 
 ```
 python benchmarks/adversary.py --only sandboxes --only controls   # local
@@ -34,14 +36,26 @@ python benchmarks/adversary.py --only guests                      # gvisor and v
 pytest tests/adversary/escape                                     # the same as tests
 ```
 
-**How kinds are counted.** Attempts that one repair would stop together are variants of one kind: `tests/adversary/escape/causes.py` has one row for each cause, and the figures count its rows. {new} of the {causes} are of classes that no earlier adversary had met here. Zeros are printed with the bound that holds with 95 % confidence, 3 by the number of attempts: [adversary.json](../benchmarks/results/adversary.json).
+Each attempt has a control. Either the same attempt without its protections must succeed, and must fail again once any single one of
+them is restored; or the same act must succeed where it is allowed. Success is judged from outside if possible: canary files, a
+host process, listeners, shared memory and settings of the host are checked after each attempt.
 
-- **held**: the attempt failed, and the sandbox and its neighbours went on, or the error said that the agent ended it.
-- **HOLE**: it succeeded, or the sandbox died of it and the error blamed the infrastructure. `tests/adversary/escape/holes.py` says what would close it; the tests expect it, and fail once it is closed.
-- **-**: it was not run, or means nothing here: the kernel feature is missing on the machine of the last run, or what it opens is a guest's own kernel.
-- control **succeeds**: without its protections it gets through. **-**: there is no control on that machine, or as that user (a plain user cannot do without a user namespace). Controls are of `local`, where single protections can be taken away; guests are tried with the same programs.
+- **held**: the attempt failed, and the sandbox and its neighbours continued, or the error named the agent as the cause of the end.
+- **HOLE**: it succeeded, or it ended the sandbox and the error blamed the infrastructure. `tests/adversary/escape/holes.py` says
+  what would close it; the tests expect it, and fail once it is closed.
+- **-**: it was not run, or does not apply: the machine of the last run lacks the kernel feature, or the attempt only reaches a
+  guest's own kernel.
+- control **succeeds**: without its protections the attempt gets through. **-**: there is no control on that machine, or as that
+  user (a plain user cannot do without a user namespace). Controls are of `local`, where single protections can be removed; guests
+  are tested with the same programs.
 
-The attempts are plain programs in `attempts_*.py`; what is taken away for a control is in `weakening.py`. Nothing in a control harms the host: settings are opened and not written, the clock is not moved, bombs are counted.
+**How causes are counted.** Attempts that one repair would stop together are variants of one cause:
+`tests/adversary/escape/causes.py` has one row for each, and the figures count these rows. {new} of the {causes} are of classes that no
+earlier adversary had tried here. Zeros are printed with the bound that holds with 95 % confidence, 3 divided by the number of attempts:
+[adversary.json](../benchmarks/results/adversary.json).
+
+The attempts are plain programs in `attempts_*.py`; `weakening.py` removes protections for controls. No control harms the host:
+settings are opened and not written, the clock is not moved, bombs are counted.
 
 Last run: {when}
 """
