@@ -287,7 +287,7 @@ def test_a_disk_that_is_full_for_a_while_keeps_no_worker_from_joining_and_is_wri
     async def run() -> None:
         async with pooled(tmp_path, num_free=2) as pool:
             with monkeypatch.context() as disk:
-                disk.setattr(pool.files, "tell", full)
+                disk.setattr(pool.files, "write_status", full)
                 pool.files.write_request(2)
                 await until(lambda: ("worker-1", "joined") in pool.events())
             await until(lambda: pool.up == ["worker-0", "worker-1"])
