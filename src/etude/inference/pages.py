@@ -110,10 +110,8 @@ class SessionPages:
         if copied is not None:
             self.tree.retain((copied,))
         needed = total - len(shared)
-        wanted = needed + int(
-            sequences.running.sum()
-        )  # so that running requests need not be preempted at once
-        enough = self.make_room(wanted)
+        # A page more for each running request, so that none need be preempted at once.
+        enough = self.make_room(needed + int(sequences.running.sum()))
         if not enough and copied is not None:
             self.tree.release((copied,), self.clock)
             copied = None

@@ -257,9 +257,8 @@ class Control:
             return {"standing": "failed"}
         session = lease.session
         await self._intake.store(bundle, data)
-        standing, lease = self.board.judge_result(
-            lease_id
-        )  # meanwhile it may have arrived twice, or be withdrawn
+        # Meanwhile the result may have arrived twice, or the session may have been withdrawn.
+        standing, lease = self.board.judge_result(lease_id)
         if lease is None:
             if session.withdrawn:
                 await self._intake.discard(trajectory.id)
