@@ -111,7 +111,8 @@ class SessionPages:
             self.tree.retain((copied,))
         needed = total - len(shared)
         # A page more for each running request, so that none need be preempted at once.
-        enough = self.make_room(needed + int(sequences.running.sum()))
+        wanted = needed + int(sequences.running.sum())
+        enough = self.make_room(wanted)
         if not enough and copied is not None:
             self.tree.release((copied,), self.clock)
             copied = None
