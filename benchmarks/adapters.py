@@ -1,20 +1,20 @@
-"""What adapters save and cost: memory and time of training steps, low-rank against all weights; how far the
-engine is from the trainer; and, where a run to begin from is named, what they gain.
+"""Low-rank adapters against training all weights: memory and time of a step, the log-probability difference
+of engine and trainer, and, from a given run, the gain in pass rate.
 
     python benchmarks/adapters.py [--json FILE] [--rank N] [--tokens N] [--quick]
     python benchmarks/adapters.py --gain runs/quickstart --json FILE [--seeds N]        (hours)
 
-`lora_parity_max`: the largest difference between the log-probability that the engine gives a token which it
-sampled with an adapter, beside sessions of other adapters, and the trainer's, with invariant numerics.
+`lora_parity_max`: the largest difference between engine and trainer log-probabilities of the tokens that the
+engine sampled with one adapter while sessions of other adapters ran, with batch-invariant numerics.
 
-`lora_gain_vs_full`: the quickstart's reinforcement learning from that run's mid-trained checkpoint, as many
-steps and so as many sessions for each way: how far the pass rate on held-out tasks rises with adapters, over
-how far it rises with all weights, means over seeds, each at the learning rate at which most of the last
-sessions of training pass (two seeds). Runs that are there are read.
+`lora_gain_vs_full`: the quickstart's reinforcement learning from that run's mid-trained checkpoint, with
+equal numbers of steps and sessions: the rise of the pass rate on held-out tasks with adapters, over the rise
+with all weights. Means over seeds, each at the learning rate with the highest pass rate in the last quarter of
+training (two seeds). Existing runs are read, not repeated.
 
-For memory each way runs in a process of its own, which makes the model, takes two optimiser steps on the same
-random sequences and says how far its memory rose above an interpreter with the libraries. The second
-step is timed: the first makes the optimiser's states.
+Memory: each method runs in a process of its own, which builds the model, takes two optimiser steps on the
+same random sequences and reports its peak memory above an interpreter with the libraries. The second step is
+timed: the first creates the optimiser's states.
 """
 
 from __future__ import annotations
@@ -74,39 +74,39 @@ PARITY = {
 }
 _SAMPLED = 64
 RATES = {0: (5e-4, 1e-3, 2e-3), 16: (1e-3, 3e-3)}
-"""Learning rates by the rank of adapters; 0: all weights. At 1e-2 adapters no longer learn: after ten steps a
-twentieth of the sessions pass."""
+"""Rank of the adapters -> learning rates to try; 0: all weights. At 1e-2 adapters no longer learn: after ten
+steps a twentieth of the sessions pass."""
 TUNING_SEEDS = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
-    """One way of training."""
+class Method:
+    """A training method: an optimiser, with adapters or all weights."""
 
     optimizer: str
     rank: int
-    """Of the adapters; 0: all weights."""
+    """Rank of the adapters; 0: all weights are trained."""
 
     @property
     def name(self) -> str:
-        """For tables and JSON."""
+        """Its name in tables and JSON."""
         return f"{self.optimizer}_{f'rank{self.rank}' if self.rank else 'all'}"
 
 
 def peak_bytes() -> int:
-    """The most memory that this process ever had."""
+    """Peak resident memory of this process so far."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def measure(way: Way, config: ModelConfig, num_tokens: int, answer: Connection) -> None:
-    """Trains in this process and sends the figures."""
+def measure(method: Method, config: ModelConfig, num_tokens: int, answer: Connection) -> None:
+    """Trains in this process and sends the figures through `answer`."""
     torch.set_num_threads(1)
     before = peak_bytes()
     model = build_model(config, VOCAB)
     model.initialise(0)
-    adapters = Adapters(model, AdapterConfig(rank=way.rank)) if way.rank else None
+    adapters = Adapters(model, AdapterConfig(rank=method.rank)) if method.rank else None
     learning: nn.Module = adapters or model
-    settings = OptimizerConfig.model_validate({"matrix_optimizer": way.optimizer})
+    settings = OptimizerConfig.model_validate({"matrix_optimizer": method.optimizer})
     optimizer = Optimizer(learning, settings, 10)
     step(model, optimizer, num_tokens)
     began = time.process_time()
@@ -131,7 +131,7 @@ def step(model: LanguageModel, optimizer: Optimizer, num_tokens: int) -> None:
 
 
 def parity(config: ModelConfig) -> float:
-    """The largest difference between trainer and engine over sessions of two adapters in one batch."""
+    """Largest log-probability difference of trainer and engine over sessions of two adapters in one batch."""
     engine = Engine(config, VOCAB, 8, 2 * _SAMPLED, kernels="native", native_threads=2)
     models: dict[str, LanguageModel] = {}
     versions: dict[str, PolicyVersion] = {}
@@ -165,7 +165,7 @@ def parity(config: ModelConfig) -> float:
 
 
 def play(begun: Path, rank: int, rate: float, seed: int) -> RunDirectory:
-    """The run from the mid-trained checkpoint of `begun`, played if it is not there."""
+    """The RL run from the mid-trained checkpoint of `begun`; trained unless its directory exists."""
     settings = {
         "name": json.dumps(f"rank{rank}-rate{rate:g}-seed{seed}"),
         "runs_directory": json.dumps(str(begun.parent / "gains")),
@@ -189,20 +189,20 @@ def play(begun: Path, rank: int, rate: float, seed: int) -> RunDirectory:
 
 
 def late_pass_rate(run: RunDirectory) -> float:
-    """Of sessions in the last quarter of training, by which a rate is chosen: held-out tasks say nothing."""
+    """Pass rate of the last quarter of training: learning rates are chosen by it, not by held-out tasks."""
     rates = [row["pass_rate"] for row in read_metrics(run.metrics_file) if row["kind"] == "rl"]
     return float(np.mean(rates[-len(rates) // 4 :]))
 
 
 def gain(run: RunDirectory) -> float:
-    """How far the pass rate on held-out tasks rises, sampled."""
+    """Rise of the sampled pass rate on held-out tasks over the run."""
     report = run.read_json(run.report_file) or {}
     before, after = (report[f"heldout_{when}"]["sampled"]["pass_rate"] for when in ("before", "after"))
     return float(after - before)
 
 
 def gains(begun: Path, num_seeds: int) -> tuple[Figures, dict[str, list[float]]]:
-    """Mean gains of each way at its best rate, and their ratio; the gain of each seed."""
+    """(mean gain of each method at its best learning rate, and their ratio; gains by method and seed)."""
     found: Figures = {}
     values: dict[str, list[float]] = {}
     for rank, rates in RATES.items():
@@ -216,17 +216,17 @@ def gains(begun: Path, num_seeds: int) -> tuple[Figures, dict[str, list[float]]]
     full, adapters = values.values()
     found["lora_gain_vs_full"] = float(np.mean(adapters) / np.mean(full))
     rng = np.random.default_rng(0)
-    picks = rng.integers(0, num_seeds, (10_000, num_seeds))  # of whole seeds, both ways at once
+    picks = rng.integers(0, num_seeds, (10_000, num_seeds))  # bootstrap over seeds, paired
     ratios = np.array(adapters)[picks].mean(1) / np.array(full)[picks].mean(1)
     found["lora_gain_low"], found["lora_gain_high"] = map(float, np.quantile(ratios, (0.025, 0.975)))
     return found, values
 
 
-def measured(way: Way, config: ModelConfig, num_tokens: int) -> Figures:
-    """What a fresh process finds."""
+def measure_in_process(method: Method, config: ModelConfig, num_tokens: int) -> Figures:
+    """Figures of `measure` in a fresh process."""
     context = multiprocessing.get_context("spawn")
     mine, theirs = context.Pipe()
-    process = context.Process(target=measure, args=(way, config, num_tokens, theirs))
+    process = context.Process(target=measure, args=(method, config, num_tokens, theirs))
     process.start()
     theirs.close()
     figures = mine.recv()
@@ -253,8 +253,8 @@ def main() -> None:
             merge_result(options.json, ["gain"], found, {"gain": values})
         return
     config = QUICK if options.quick else LARGE
-    ways = [Way(optimizer, rank) for optimizer in ("adamw", "muon") for rank in (0, options.rank)]
-    found = {way.name: measured(way, config, options.tokens) for way in ways}
+    methods = [Method(optimizer, rank) for optimizer in ("adamw", "muon") for rank in (0, options.rank)]
+    found = {method.name: measure_in_process(method, config, options.tokens) for method in methods}
     for name, figures in found.items():
         print_table(name, figures)
     flat = {f"{name}_{key}": value for name, figures in found.items() for key, value in figures.items()}

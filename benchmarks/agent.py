@@ -1,15 +1,16 @@
-"""Claim: the harness costs next to nothing beside the model and the tools.
+"""Claim: the agent harness adds almost no time to that of the model and the tools.
 
     python benchmarks/agent.py --json out.json [--summaries runs/summaries]
 
-- `call_overhead_ms`: parse, dispatch and render, per call, at the median: whole sessions on a sandbox in
-  memory whose answers cost nothing, so what is left is ours.
-- `parallel_read_8_vs_1`: a turn of eight reads over a turn of one, in a real local sandbox, pair by pair.
-- `sessions_held`: so many sessions at once in real local sandboxes, a call every ten seconds each, for a
-  minute; `held_p99_ms` is the 99th percentile of a whole call, from the message's last token to the rendered
+- `call_overhead_ms`: median time to parse, dispatch and render one call, over whole sessions on an in-memory
+  sandbox that answers at once, so that only the harness's own time remains.
+- `parallel_read_8_vs_1`: time of a turn with eight reads over that of a turn with one, in a real local
+  sandbox, pair by pair.
+- `sessions_held`: number of concurrent sessions in real local sandboxes, each with a call every ten seconds,
+  for a minute; `held_p99_ms`: 99th percentile of a whole call, from the message's last token to the rendered
   result.
-- `summary_task_pass_with`, `..._without`, `tokens_over_window`: trails of hundreds of files, by the model of
-  a run (`etude train --config configs/summaries.toml`), with summaries and with them off.
+- `summary_task_pass_with`, `..._without`, `tokens_over_window`: the model of a run (`etude train --config
+  configs/summaries.toml`) on trails of hundreds of files, with context summaries and without.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ READS = [ToolCall("read_file", {"path": path}) for path in FILES]
 
 
 def make_renderer() -> Renderer:
-    """A tokenizer of a few merges: the harness's cost hardly depends on it."""
+    """A renderer with a tokenizer of a few merges, which hardly changes the harness's cost."""
     grammar = XmlGrammar(core_registry().schemas)
     controls = [*ETUDE_TEMPLATE.control_tokens, *grammar.control_tokens()]
     return Renderer(train_tokenizer([*FILES.values(), *FILES] * 4, 600, controls), grammar)
@@ -70,7 +71,7 @@ class TimedSampler(ScriptedSampler):
 
 
 async def play(sampler: TimedSampler, renderer: Renderer, backend: SandboxBackend, name: str) -> list[float]:
-    """Seconds of each turn: the message parsed, its calls run, their results rendered."""
+    """Plays one session; returns the seconds of each turn: parse the message, run its calls, render results."""
     sandbox = await backend.create(Template(FILES))
     try:
         session = AgentSession("read", renderer, TrajectoryId("bench", name, 0, 0, 0), LIMITS)
@@ -89,7 +90,7 @@ def messages_of(renderer: Renderer, turns: Iterable[list[ToolCall]]) -> Iterator
 
 
 async def measure_overhead(renderer: Renderer, turns: int = 400) -> Figures:
-    """Milliseconds per call in sessions of one call a turn; the sandbox answers from memory."""
+    """Milliseconds per call in sessions with one call per turn, on the in-memory sandbox."""
     messages = messages_of(renderer, ([READS[number % 8]] for number in range(turns)))
     times = await play(TimedSampler(messages), renderer, MemoryBackend(), "overhead")
     return {
@@ -99,7 +100,7 @@ async def measure_overhead(renderer: Renderer, turns: int = 400) -> Figures:
 
 
 async def measure_parallel(renderer: Renderer, pairs: int = 100) -> Figures:
-    """Eight reads of one turn over one, in a local sandbox."""
+    """Time of eight reads in one turn over that of one read, in a local sandbox."""
     backend = open_backend("local")
     try:
         turns = (calls for _ in range(pairs) for calls in (READS[:1], READS))
@@ -115,7 +116,7 @@ async def measure_parallel(renderer: Renderer, pairs: int = 100) -> Figures:
 
 
 async def measure_held(renderer: Renderer, sessions: int = 500, seconds: float = 60.0) -> Figures:
-    """`sessions` at once for a minute. Raises what any of them raises."""
+    """Call latencies of `sessions` concurrent sessions. Raises what any of them raises."""
     backend = open_backend("local")
     try:
         calls = int(seconds / INTERVAL_S)

@@ -1,15 +1,15 @@
-"""Asynchronous against synchronous RL, and what one controller can drive.
+"""Asynchronous against synchronous RL, and how many sessions one controller can drive.
 
     python benchmarks/async_rl.py --json FILE            all of `_MEASURED`, or those that --measure names
     python benchmarks/async_rl.py --real CONFIG ...      the same comparison as real runs on this machine
-    python benchmarks/async_rl.py --measure --json FILE  nothing: takes up what is beside FILE, as all do
+    python benchmarks/async_rl.py --measure --json FILE  measures nothing, only merges (see below)
 
-A run writes its own figures into FILE, with those that chaos.json and forks.json beside it hold, and leaves
-the others as they are; `parts` in it says at which commit each was measured.
+Each call replaces the figures in FILE that it measured, copies those of chaos.json and forks.json from the
+same folder, and leaves the others; `parts` in FILE has the commit at which each was measured.
 
-Simulated: the real loop, collectors, buffer, log and agent sessions; engine, tools, graders and trainer only
-take time. The synchronous baseline has continuous batching, and its better setting of refills. Scale: the
-processor time of this process per turn of a session, with everything in it: agent, parsing, records, storing.
+Simulated: loop, collectors, buffer, log and agent sessions are real; engine, tools, graders and trainer only
+take time. The synchronous baseline has continuous batching, and the better of its refill settings. Scale: the
+processor time of this process per session turn, all included: agent, parsing, records, storing.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from etude.config import load_config
 
 _STEPS = 16
 _SESSIONS = 512
-"""That may run at once: more than either mode ever has."""
+"""Limit of concurrent sessions: more than either mode ever runs."""
 _BOUND = 4
 _MEASURED = ("simulated", "publications", "scale")
 _SLOW_LINK = {"trainer_tokens_per_s": 900.0, "stage_s": 30.0}
-"""Of the machine on which publications in turn and overlapped are compared: its trainer is about as slow as
-its engine, and weights take long to come."""
+"""The machine on which sequential and overlapped publication are compared: its trainer is about as slow as
+its engine, and weights take long to arrive."""
 _FROM = {
     "chaos.json": ("chaos_kills", "prompts_lost", "prompts_repeated"),
     "forks.json": ("fork_vs_plain_reward",),
 }
-"""Figures that other benchmarks have measured, by file."""
+"""Result file of another benchmark -> figures to copy from it."""
 
 
 def main() -> None:
@@ -79,11 +79,11 @@ def main() -> None:
     print_table("figures", figures)
     if options.json is not None:
         merge_result(options.json, parts, figures, rows)
-        take_up(options.json)
+        merge_other_results(options.json)
 
 
-def take_up(path: Path) -> None:
-    """Writes figures of the benchmarks beside `path` into it, with the commits of their measurement."""
+def merge_other_results(path: Path) -> None:
+    """Copies the figures of `_FROM` from the folder of `path` into it, with the commits of measurement."""
     result = json.loads(path.read_text(encoding="utf-8"))
     for name, keys in _FROM.items():
         beside = path.parent / name
@@ -95,7 +95,7 @@ def take_up(path: Path) -> None:
 
 
 def compare_simulated(num_seeds: int) -> tuple[Figures, dict[str, Any]]:
-    """Figures of all pairs, and one row per mode of the first."""
+    """(figures over all pairs of runs, one row per mode of the first pair)."""
     rates: dict[str, list[float]] = {}
     outcomes: dict[str, list[Outcome]] = {}
     for seed in range(num_seeds):
@@ -137,7 +137,7 @@ def _modes() -> dict[str, dict[str, Any]]:
 
 
 def compare_publications(num_seeds: int) -> Figures:
-    """The trainer waiting for its weights to come into service, and not."""
+    """Overlapped publication against a trainer that waits until the engine serves its weights."""
     rates: dict[bool, list[float]] = {False: [], True: []}
     for seed in range(num_seeds):
         machine = replace(Machine(shapes=SessionShapes(seed=seed)), **_SLOW_LINK)
@@ -154,7 +154,7 @@ def compare_publications(num_seeds: int) -> Figures:
 
 
 def scale(most_sessions: int) -> Figures:
-    """Processor time per turn of a session, by how many sessions run at once."""
+    """Processor time per session turn, by the number of concurrent sessions."""
     figures: Figures = {}
     for count in (100, 1_000, 10_000):
         if count > most_sessions:

@@ -1,4 +1,4 @@
-"""The comparison as real runs: one checkpoint, trained in turns and asynchronously, with nothing injected."""
+"""The comparison of `async_rl.py` as real runs: one checkpoint, trained synchronously and asynchronously."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _STATES = ("train", "publish", "parity", "save", "wait")
 def compare_real(
     config: RunConfig, num_steps: int, num_seeds: int, figure: Path | None
 ) -> tuple[Figures, dict[str, Any]]:
-    """Figures over all seeds, and the rows of every run. Pairs run one after the other, all from the
+    """(figures over all seeds, rows of every run). Pairs run one after the other, all from the
     configuration's checkpoint."""
     rows: dict[str, list[dict[str, float]]] = {"sync": [], "async": []}
     timelines: dict[str, list[dict[str, Any]]] = {}
@@ -52,7 +52,7 @@ def compare_real(
 
 
 def _ratios(rows: dict[str, list[dict[str, float]]], key: str) -> list[float]:
-    """Seed by seed; a pair of which the second has nothing of it tells nothing."""
+    """Asynchronous over synchronous, seed by seed, without pairs whose synchronous value is 0."""
     pairs = zip(rows["async"], rows["sync"], strict=True)
     return [ours[key] / theirs[key] for ours, theirs in pairs if theirs[key] > 0] or [0.0]
 
@@ -60,7 +60,7 @@ def _ratios(rows: dict[str, list[dict[str, float]]], key: str) -> list[float]:
 def _run(
     base: RunConfig, num_steps: int, seed: int, bound: int
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
-    """Figures of one run's RL stage, and its rows of utilisation."""
+    """(figures of one run's RL stage, its utilisation rows)."""
     with tempfile.TemporaryDirectory(prefix="etude-async-") as directory:
         tree = base.model_dump(mode="json") | {"runs_directory": directory, "seed": seed}
         tree["rl"] |= {"num_steps": num_steps, "max_staleness": bound}
@@ -87,7 +87,7 @@ def _run(
 
 
 def draw(path: Path, timelines: dict[str, list[dict[str, Any]]]) -> None:
-    """The trainer's seconds by state, step by step; the format is the path's suffix."""
+    """Draws the trainer's seconds in each state, step by step; the path's suffix gives the format."""
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "async", "font.size": 9}):
         figure, places = plt.subplots(
             len(timelines), 1, figsize=(9, 2 * len(timelines)), layout="constrained"

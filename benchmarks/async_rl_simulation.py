@@ -34,34 +34,34 @@ from etude.tokens.grammar import XmlGrammar
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What is simulated."""
+    """Speeds of the simulated engine and trainer."""
 
     num_slots: int = 64
-    """Messages that are sampled at once."""
+    """Messages sampled concurrently."""
     engine_tokens_per_s: float = 2560.0
-    """Of all slots together."""
+    """Sampling speed of all slots together."""
     trainer_tokens_per_s: float = 4000.0
-    """Sampled tokens that are trained on; the engine waits for none of it."""
+    """Sampled tokens trained on per second; the engine does not wait for the trainer."""
     stage_s: float = 2.0
-    """From the trainer's memory into the engine's."""
+    """Transfer time of weights from trainer to engine."""
     shapes: SessionShapes = field(default_factory=SessionShapes)
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One simulated run."""
+    """Results of one simulated run."""
 
     virtual_s: float
     cpu_s: float
-    """Of this process."""
+    """Processor time of this process."""
     ended: int
     """Sessions that ended."""
     turns: int
     trained: int
-    """Trajectories that were trained on."""
+    """Trajectories trained on."""
     most_running: int
     lags: list[int]
-    """Of the trajectories trained on."""
+    """Version lag of each trajectory trained on."""
     engine_busy_share: float
     trainer_busy_share: float
     rows: list[dict[str, Any]]
@@ -70,15 +70,15 @@ class Outcome:
 
 @cache
 def renderer() -> Renderer:
-    """Bytes and control tokens."""
+    """A renderer whose tokens are bytes and control tokens."""
     grammar = XmlGrammar(core_registry().schemas)
     controls = [*ETUDE_TEMPLATE.control_tokens, *grammar.control_tokens()]
     return Renderer(train_tokenizer([], 256 + len(controls), controls), grammar)
 
 
 def simulate(machine: Machine, rl: Mapping[str, Any], max_sessions: int, seed: int = 0) -> Outcome:
-    """One run of `rl.num_steps` steps, from its first publication to its last step. As over processes of
-    their own: weights travel while the next step is taken, if `rl` does not say otherwise."""
+    """Simulates one run of `rl.num_steps` steps, from its first publication to its last step. As between
+    separate processes, weights travel during the next step unless `rl` says otherwise."""
     config = RunConfig.model_validate({"rl": dict(rl), "engine": {"num_slots": max_sessions}, "seed": seed})
     with tempfile.TemporaryDirectory(prefix="etude-simulated-") as directory:
         return run_virtual(_simulate(machine, config, Path(directory)))

@@ -1,9 +1,9 @@
-"""The baseline: plain eager PyTorch, as one writes it on the first day. Shares no code with the package.
+"""The baseline: straightforward eager PyTorch without optimisation. Shares no code with the package.
 
-The same architecture (Qwen3-MoE) and the same weights, by Hugging Face's names. Each session holds its keys
-and values in a tensor of its own; every decode step gathers them, padded, for all live sessions; prompts and
-observations are prefilled in one padded batch; experts are a loop with `index_add`; training pads its
-batches and computes all logits.
+Same architecture (Qwen3-MoE) and weights, under Hugging Face's names. Each session has its keys and values in
+a tensor of its own; every decode step gathers them, padded, for all live sessions; prompts and observations
+are prefilled in one padded batch; experts are a loop with `index_add`; training pads its batches and computes
+all logits.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ CISPO_CAP = 5.0
 
 @dataclass(eq=False)
 class Session:
-    """A session that was sampled before: replayed with the tokens [T] that were drawn then."""
+    """A recorded session, replayed with its recorded tokens [T]."""
 
     tokens: Tensor
     messages: list[tuple[int, int]]  # (first, one past the last) sampled token of each
@@ -44,7 +44,9 @@ class Session:
 
 
 @dataclass
-class Work:  # as the engine counts: a prefill draws a message's first token, and computes the last one's keys
+class Work:
+    """Counted as in the engine: prefill samples a message's first token and computes the last one's keys."""
+
     tokens: int = 0
     seconds: float = 0.0
 
@@ -129,7 +131,7 @@ class Baseline(torch.nn.Module):
 
     @torch.no_grad()
     def replay(self, sessions: Sequence[Session], delay: int, prefill: Work, decode: Work) -> None:
-        """Samples sessions that begin together; a message's results are there `delay` steps after it."""
+        """Samples sessions that begin together; a message's tool results arrive `delay` steps after it."""
         clock, waiting, decoding = 0, list(sessions), list[Session]()
         while waiting or decoding:
             arrived = [session for session in waiting if session.due <= clock]
@@ -145,7 +147,7 @@ class Baseline(torch.nn.Module):
             waiting += [session for session in ended if session.next_message(clock + delay)]
 
     def _extend(self, sessions: Sequence[Session]) -> int:
-        """Computes what is there of each session and draws its next token; returns the tokens computed."""
+        """Computes the new tokens of each session and samples its next; returns the number computed."""
         starts = [0 if s.kv is None else s.kv.shape[3] for s in sessions]
         counts = [s.position - start for s, start in zip(sessions, starts, strict=True)]
         past_length, longest = max(starts), max(counts)

@@ -1,18 +1,18 @@
-"""A training run whose processes are killed at random, beside runs that nobody disturbs.
+"""A training run whose processes are killed at random, compared with undisturbed runs.
 
     python benchmarks/chaos.py --config FILE [--set KEY=VALUE]... [--max-staleness N]... [--kills N]
                                [--gap-s S] [--seeds N] [--directory DIR] [--json FILE]
 
 The run is `etude train --executor ray` with engines, rollout workers and a trainer in processes of their own;
-weights go through a store that speaks S3 and a relay before it, sandboxes are on a sandbox server. Every few
-seconds one of all these processes is killed with SIGKILL, one sandbox's and the run's own included (which is
-then started again with `--resume`); servers come back after a while. Which one and when is drawn from a fixed
-seed. Then the run directory is audited: every prompt exactly once, every step once, no token of an older
-version than one sampled before it, and the reward beside that of undisturbed runs of several seeds (in one
-process).
+weights go through an S3 server and a relay in front of it, sandboxes are on a sandbox server. Every few
+seconds one of these processes is killed with SIGKILL, including a sandbox's and the run's own (which is then
+restarted with `--resume`); servers restart after a while. Victim and time are drawn from a fixed seed. Then
+the run directory is audited: every prompt exactly once, every step once, no token of an older version than
+one sampled before it, and the reward within the range of undisturbed runs of several seeds (in one process).
 
 With `--max-staleness 0` (sampling and training in turns) and one engine the disturbed run has the tokens and
-the weights of an undisturbed one of its seed, bit for bit. Figures of runs above 0 begin with `async_`.
+weights of an undisturbed run of its seed, bit for bit. Figures of runs with more staleness begin with
+`async_`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from chaos_services import open_servers
 from common import Figures, merge_result, print_table
 
 _NOISE = 2.0
-"""Standard deviations between seeds that count as their noise."""
+"""Standard deviations between seeds within which rewards count as equal."""
 _IN_PROCESSES = (
     'executor="ray"',
     "cluster.heartbeat_s=0.5",
@@ -90,7 +90,7 @@ def main() -> None:
 
 @contextlib.contextmanager
 def open_directory(named: Path | None) -> Iterator[Path]:
-    """Where runs are: there for good, or in a temporary directory."""
+    """The directory of the runs: `named`, or a temporary one."""
     if named is not None:
         yield named
         return
@@ -99,7 +99,7 @@ def open_directory(named: Path | None) -> Iterator[Path]:
 
 
 def find_problems(figures: Figures, kills: int) -> list[str]:
-    """Names of figures that are not as they must be."""
+    """Names of the figures that violate their requirement."""
     wrong = [name for name in ("prompts_lost", "prompts_repeated", "old_versions") if figures[name]]
     if not figures["reward_within_noise"]:
         wrong.append("reward_within_noise")
@@ -114,8 +114,8 @@ def measure(
     seeds: int,
     directory: Path,
 ) -> tuple[Figures, dict[str, Any]]:
-    """Figures, and what stands beside them. `settings`: of all runs, over those of `config`. Workers are
-    for the disturbed run alone."""
+    """(figures, details for the JSON). `settings` override `config` in all runs. Only the disturbed run has
+    rollout workers."""
     directory.mkdir(parents=True, exist_ok=True)
     settings = [*settings, f"runs_directory={json.dumps(str(directory))}"]
     undisturbed: list[Audit] = []
@@ -123,21 +123,21 @@ def measure(
         own = [*settings, "cluster.workers=0", f'name="seed-{seed}"', f"seed={seed}"]
         run = Run(config, own, directory / f"seed-{seed}")
         if not run.is_finished:
-            run.go()
+            run.run_to_end()
         undisturbed.append(audit(run.directory, run.loaded.rl))
     disturbance = Disturbance(kills, random.Random(0), gap_s)
     run = Run(config, [*settings, *_IN_PROCESSES, 'name="disturbed"', "seed=0"], directory / "disturbed")
     record = directory / "disturbed.json"
     if run.is_finished and record.exists():
-        told = json.loads(record.read_text(encoding="utf-8"))
-        disturbance.killed.update(told["killed"])
-        run.sittings, run.wall_s = told["sittings"], told["wall_s"]
+        saved = json.loads(record.read_text(encoding="utf-8"))
+        disturbance.killed.update(saved["killed"])
+        run.sittings, run.wall_s = saved["sittings"], saved["wall_s"]
     else:
         with open_servers(directory / "servers") as servers:
-            run.lean_on(servers)
-            run.go(disturbance)
-        told = {"killed": disturbance.killed, "sittings": run.sittings, "wall_s": run.wall_s}
-        record.write_text(json.dumps(told), encoding="utf-8")
+            run.use_servers(servers)
+            run.run_to_end(disturbance)
+        saved = {"killed": disturbance.killed, "sittings": run.sittings, "wall_s": run.wall_s}
+        record.write_text(json.dumps(saved), encoding="utf-8")
     disturbed = audit(run.directory, run.loaded.rl)
     rewards = [one.reward for one in undisturbed]
     spread = statistics.stdev(rewards) if len(rewards) > 1 else 0.0

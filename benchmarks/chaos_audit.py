@@ -1,4 +1,4 @@
-"""What a run has left behind: was every prompt trained on once, and was everything that it did done once?"""
+"""Audit of a finished run's directory: every prompt, session and step must count exactly once."""
 
 from __future__ import annotations
 
@@ -17,38 +17,38 @@ from etude.store.trajectories import TrajectoryLog
 from etude.training.checkpoints import read_state
 
 LAST_STEPS = 5
-"""Whose mean reward stands for what a run has come to."""
+"""The last steps, whose mean is the reward of a run."""
 
 
 @dataclass(frozen=True)
 class Audit:
-    """What a run directory says of a run that has ended."""
+    """Counts from the directory of a finished run."""
 
     prompts: int
-    """Numbers that were trained on, or dropped for their want of a signal."""
+    """Prompt numbers that were trained on, or dropped without a training signal."""
     lost: int
-    """Of those, numbers that are not in the log; sessions that are missing in their groups; steps that were
-    not taken; and what steps say they took less of than there is."""
+    """Prompt numbers missing in the log, sessions missing in their groups, steps not taken, and groups by
+    which steps report fewer than the log has."""
     repeated: int
-    """Numbers and sessions that are in the log twice, prompts that are another number's again, and what steps
-    say they took more of than there is."""
+    """Numbers and sessions that are in the log twice, prompts under two numbers, and groups by which steps
+    report more than the log has."""
     steps: int
     trained: int
-    """Groups."""
+    """Groups trained on."""
     old_versions: int
-    """Where an older version sampled after a newer one."""
+    """Cases in which an older version sampled after a newer one."""
     failures: int
-    """Sessions that were left out because of the infrastructure."""
+    """Sessions left out because of infrastructure failures."""
     reward: float
-    """Mean of the last steps."""
+    """Mean of the last `LAST_STEPS` steps."""
     numbers: tuple[int, ...]
     weights: bytes
     faults: dict[str, int]
-    """As the run counted them, by part and event, of all sittings."""
+    """Fault counts of all sittings as the run recorded them, by part and event."""
 
 
 def audit(directory: Path, rl: RlConfig) -> Audit:
-    """Reads all of it. `directory`: the run's."""
+    """Audits the run in `directory`."""
     groups = list(TrajectoryLog(directory / "trajectories").read())
     resolved = resolved_numbers(directory)
     rows = {row["step"]: row for row in read_metrics(directory / "metrics.jsonl") if row["kind"] == "rl"}
@@ -74,7 +74,7 @@ def audit(directory: Path, rl: RlConfig) -> Audit:
 
 
 def resolved_numbers(directory: Path) -> set[int]:
-    """Numbers of prompts that the last checkpoint knows as trained on or dropped."""
+    """Prompt numbers that the last checkpoint records as trained on or dropped."""
     state = read_state(directory / "checkpoints" / "latest")
     assert state is not None, "a run that has ended has saved its state"
     return set(range(state["loop"]["next_task"])) - set(state["loop"]["pending"])
@@ -102,13 +102,13 @@ def count_old_versions(groups: Sequence[Group], *, in_turns: bool) -> int:
 
 
 def _taken_by(row: dict[str, Any], rl: RlConfig) -> int:
-    """Groups that one step says it took: trained on, dropped, too old."""
+    """Groups that one step reports as used: trained on, dropped, too old."""
     dropped = row["dropped_all_passed"] + row["dropped_all_failed"]
     return int(row["trained_groups"] + dropped) + round(row.get("stale_trajectories", 0.0) / rl.group_size)
 
 
 def _faults(metrics: Path) -> dict[str, int]:
-    """Rows as they were written: numbers of events begin anew with each sitting that saved nothing."""
+    """Sums fault counts over raw metrics rows: counts restart with each sitting that saved nothing."""
     counts: Counter[str] = Counter()
     for line in metrics.read_text(encoding="utf-8").splitlines():
         if '"kind": "fault"' in line:

@@ -1,4 +1,4 @@
-"""One training run, sitting by sitting, and the processes of it that are killed."""
+"""Runs one training run, restarted after each kill of its main process, and kills its processes."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from etude.observe import read_metrics
 
 KINDS = ("trainer", "engine", "worker", "driver", SANDBOXES, "sandbox", RELAY, STORE)
 _PARTS = ("trainer", "engine", "worker")
-"""Actors of the run."""
-_LOOK_S = 0.05
+"""Kinds that are Ray actors of the run."""
+_POLL_S = 0.05
 _LONGEST_S = 3600.0
-"""Of one sitting."""
+"""Time limit of one sitting (one process from start or resumption to its end)."""
 
 
 @dataclass
 class Disturbance:
-    """What is killed, and when: drawn from a seed, and so evenly that no kind is left out."""
+    """A seeded schedule of kills that treats all kinds of processes about equally often."""
 
     kills: int
     dice: random.Random
@@ -44,52 +44,52 @@ class Disturbance:
         return self.killed.total() >= self.kills
 
     def choose(self) -> str:
-        """The kind that is next."""
+        """Draws the kind to kill next."""
         least = min(self.killed[kind] for kind in KINDS)
         return self.dice.choice([kind for kind in KINDS if self.killed[kind] <= least + 1])
 
     def pause_s(self) -> float:
-        """Until the next kill."""
+        """Draws the pause until the next kill."""
         return self.dice.expovariate(1 / self.gap_s)
 
 
 @dataclass
 class Run:
-    """One run, of as many sittings as it takes."""
+    """One training run, restarted until it finishes."""
 
     config: Path
     settings: Sequence[str]
     directory: Path
-    """The run's own."""
+    """The run directory."""
     servers: Servers | None = None
     sittings: int = 0
     wall_s: float = 0.0
 
     @functools.cached_property
     def loaded(self) -> RunConfig:
-        """The configuration that it has."""
+        """Its resolved configuration."""
         return load_config(self.config, list(self.settings))
 
     @property
     def is_finished(self) -> bool:
-        """Whether it has nothing left to do."""
+        """Whether its report is complete."""
         report = self.directory / "report.json"
         return report.exists() and "heldout_after" in json.loads(report.read_text(encoding="utf-8"))
 
-    def lean_on(self, servers: Servers) -> None:
-        """Uses these servers from now on."""
+    def use_servers(self, servers: Servers) -> None:
+        """Configures the run to use these servers."""
         self.servers = servers
         self.settings = [*self.settings, *servers.settings]
 
-    def go(self, disturbance: Disturbance | None = None) -> None:
-        """Runs to the end, and kills processes on the way. Raises SystemExit where it fails by itself."""
+    def run_to_end(self, disturbance: Disturbance | None = None) -> None:
+        """Trains to the end, killing processes meanwhile. Raises SystemExit if the run fails by itself."""
         began = time.monotonic()
         while True:
-            with self._sit() as process:
+            with self._start() as process:
                 try:
                     if disturbance is not None and self._disturb(process, disturbance):
-                        continue  # the run's own process: it is started again
-                    output = self._follow(process)
+                        continue  # the run's own process was killed: start it again
+                    output = self._wait(process)
                 finally:
                     process.kill()
             break
@@ -97,7 +97,7 @@ class Run:
         if process.returncode:
             raise SystemExit(f"the run failed:\n{output}")
 
-    def _sit(self) -> subprocess.Popen[str]:
+    def _start(self) -> subprocess.Popen[str]:
         if self.servers is not None:
             self.servers.wait_until_up()
         command = [sys.executable, "-c", "from etude.cli import main; main()", "train"]
@@ -117,30 +117,30 @@ class Run:
     def _log(self) -> Path:
         return self.directory.with_name(f"{self.directory.name}.log")
 
-    def _follow(self, process: subprocess.Popen[str]) -> str:
-        """Waits for the end; what was said."""
+    def _wait(self, process: subprocess.Popen[str]) -> str:
+        """Waits for the process to end, restarting servers meanwhile; returns the log."""
         deadline = time.monotonic() + _LONGEST_S
         while process.poll() is None:
             if self.servers is not None:
-                self.servers.tend()
+                self.servers.restart_due()
             if time.monotonic() > deadline:
                 raise SystemExit(f"the run does not end:\n{self._log.read_text()}")
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
         return self._log.read_text(encoding="utf-8", errors="replace")
 
     def _disturb(self, process: subprocess.Popen[str], disturbance: Disturbance) -> bool:
-        """Kills while the run learns and kills are left; whether it killed the run's own process."""
+        """Kills processes during RL until no kills are left; returns whether it killed the run's own."""
         wait_until = time.monotonic() + disturbance.pause_s()
-        before = self._rows_of_learning()
+        before = self._num_rl_rows()
         while not disturbance.is_over and process.poll() is None:
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
             if self.servers is not None:
-                self.servers.tend()
-            if time.monotonic() < wait_until or not self._learns(before):
+                self.servers.restart_due()
+            if time.monotonic() < wait_until or not self._is_in_rl(before):
                 continue
             kind = disturbance.choose()
             if not self._kill(kind, process.pid, disturbance.dice):
-                continue  # such a one is not there right now
+                continue  # no process of this kind exists right now
             disturbance.killed[kind] += 1
             if kind == "driver":
                 return True
@@ -148,7 +148,7 @@ class Run:
         return False
 
     def _kill(self, kind: str, driver: int, dice: random.Random) -> bool:
-        """Kills one process of a kind, if there is one."""
+        """Kills one process of a kind; returns False if there is none."""
         server = self.servers.all_of.get(kind) if self.servers is not None else None
         if server is not None:
             if server.is_up:
@@ -164,22 +164,22 @@ class Run:
             kill(dice.choice(victims))
         return bool(victims)
 
-    def _learns(self, rows_before: int) -> bool:
-        """Whether reinforcement learning has begun in this sitting, and has a step left."""
-        if self._rows_of_learning() == rows_before:
+    def _is_in_rl(self, rows_before: int) -> bool:
+        """Whether RL has begun in this sitting and has a step left."""
+        if self._num_rl_rows() == rows_before:
             return False
         steps = [row["step"] for row in read_metrics(self.directory / "metrics.jsonl") if row["kind"] == "rl"]
         return max(steps, default=0) < self.loaded.rl.num_steps
 
-    def _rows_of_learning(self) -> int:
-        """Lines of metrics that were written while it learnt: at the latest once weights are in service."""
+    def _num_rl_rows(self) -> int:
+        """Metrics rows of the RL stage; the first comes at the latest when the engine serves its weights."""
         file = self.directory / "metrics.jsonl"
         lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
         return sum('"kind": "rl"' in line or '"kind": "parity"' in line for line in lines)
 
 
 def find_victims(root: int, kind: str) -> list[int]:
-    """Processes of a kind that belong to the run, or the sandbox server, that is process `root`."""
+    """Processes of a kind among `root`, a run's process or the sandbox server's, and its descendants."""
     if kind == "driver":
         return [root]
     titles = {pid: title_of(pid) for pid in descendants(root)}
@@ -189,14 +189,14 @@ def find_victims(root: int, kind: str) -> list[int]:
 
 
 def descendants(pid: int) -> list[int]:
-    """All processes that come from one, itself left out."""
+    """All descendants of a process, itself excluded."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
                 parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
             except OSError:
-                continue  # it has ended
+                continue  # it has ended meanwhile
             children.setdefault(parent, []).append(int(entry.name))
     found: list[int] = []
     waiting = [pid]
@@ -218,7 +218,7 @@ def title_of(pid: int) -> str:
 
 
 def kill(pid: int) -> None:
-    """Kills a process, if it is still there."""
+    """Kills a process; does nothing if it has ended."""
     try:
         os.kill(pid, signal.SIGKILL)
     except ProcessLookupError:

@@ -1,4 +1,4 @@
-"""The servers that a run leans on, as processes that may be killed: weight store, relay, sandboxes."""
+"""The servers that a run uses, as processes that may be killed: weight store, relay, sandbox server."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from etude.kit.ports import free_port
 
 _START_S = 60.0
 _LONGEST_AWAY_S = 3.0
-"""A killed server is started again after so long at most, drawn evenly."""
+"""Longest time until a killed server is restarted; drawn uniformly."""
 _ETUDE = ("-c", "from etude.cli import main; main()")
 _STORE = str(Path(__file__).with_name("chaos_store.py"))
 _URL = "s3://weights/run"
@@ -28,7 +28,7 @@ STORE, RELAY, SANDBOXES = "store", "relay", "sandbox server"
 
 @dataclass
 class Server:
-    """One server, started again at the same address after it was killed."""
+    """One server process, restarted at the same address after it was killed."""
 
     name: str
     command: Sequence[str]
@@ -37,19 +37,19 @@ class Server:
     environment: dict[str, str] = field(default_factory=dict[str, str])
     process: subprocess.Popen[bytes] | None = None
     _due: float = 0.0
-    """When it is started, by the monotonic clock."""
+    """Monotonic time of the next start."""
 
     @property
     def is_up(self) -> bool:
-        """Whether it takes connections."""
+        """Whether it accepts connections."""
         if self.process is None or self.process.poll() is not None:
             return False
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), 1.0):
             return True
         return False
 
-    def tend(self) -> None:
-        """Starts it if it is time to."""
+    def restart_if_due(self) -> None:
+        """Starts the process if its start is due. Raises SystemExit if it ended by itself."""
         if self.process is not None and self.process.poll() is not None:
             raise SystemExit(f"the {self.name} ended by itself:\n{self.log.read_text()}")
         if self.process is None and time.monotonic() >= self._due:
@@ -59,17 +59,17 @@ class Server:
                 )
 
     def wait_until_up(self) -> None:
-        """Starts it, if it is not there, and waits for it. Raises SystemExit where it does not come."""
+        """Starts it if necessary and waits until it is up. Raises SystemExit if it does not start."""
         self._due = 0.0
         deadline = time.monotonic() + _START_S
         while not self.is_up:
-            self.tend()
+            self.restart_if_due()
             if time.monotonic() > deadline:
                 raise SystemExit(f"the {self.name} does not start:\n{self.log.read_text()}")
             time.sleep(0.05)
 
     def kill(self, dice: random.Random) -> None:
-        """Kills it with SIGKILL; it stays away for a while."""
+        """Kills it with SIGKILL and draws the time of its restart."""
         assert self.process is not None, "looked at before"
         self.process.send_signal(signal.SIGKILL)
         self.process.wait()
@@ -77,7 +77,7 @@ class Server:
         self._due = time.monotonic() + dice.uniform(0.0, _LONGEST_AWAY_S)
 
     def stop(self) -> None:
-        """Ends it for good."""
+        """Ends the process without a restart."""
         if self.process is not None and self.process.poll() is None:
             self.process.terminate()
             try:
@@ -90,26 +90,26 @@ class Server:
 
 @dataclass(frozen=True)
 class Servers:
-    """All servers of a run, what it must be told of them, and its own environment."""
+    """All servers of a run, the settings that point the run to them, and the run's environment variables."""
 
     all_of: dict[str, Server]
     settings: list[str]
     environment: dict[str, str]
 
-    def tend(self) -> None:
-        """Starts those whose time has come."""
+    def restart_due(self) -> None:
+        """Starts the servers whose start is due."""
         for server in self.all_of.values():
-            server.tend()
+            server.restart_if_due()
 
     def wait_until_up(self) -> None:
-        """Waits for all of them."""
+        """Waits until all of them are up."""
         for server in self.all_of.values():
             server.wait_until_up()
 
 
 @contextlib.contextmanager
 def open_servers(directory: Path) -> Iterator[Servers]:
-    """A store that speaks S3, a relay before it and a sandbox server; what they write lies in `directory`."""
+    """An S3 server, a relay in front of it and a sandbox server; their files lie in `directory`."""
     store_port, relay_port, sandbox_port = (free_port() for _ in range(3))
     (directory / "store" / "weights").mkdir(parents=True)
     token = directory / "token"

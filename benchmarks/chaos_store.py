@@ -1,10 +1,10 @@
-"""A small S3-speaking server over a directory, for runs that kill their store.
+"""A small S3-compatible server over a directory, for runs whose store is killed.
 
     python benchmarks/chaos_store.py --root DIRECTORY --port PORT
 
-What it has acknowledged is on disk: killed with SIGKILL and started again, it goes on. It speaks as much of
-S3 as a weight store asks for: listing (version 2), GET, HEAD, PUT with `If-None-Match: *`, DELETE. The first
-part of a path is the bucket, a directory. It asks nobody who he is: for loopback alone.
+Acknowledged writes are on disk, so it survives SIGKILL and a restart. It implements what a weight store uses:
+listing (version 2), GET, HEAD, PUT with `If-None-Match: *`, DELETE. The first part of a path is the bucket, a
+directory. It has no authentication: for the loopback interface only.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from urllib.parse import parse_qs, quote, unquote, urlsplit
 from xml.sax.saxutils import escape
 
 _PAGE = 1000
-"""Names in one answer."""
+"""Most names in one listing response."""
 
 
 class Objects:
-    """Names and their bytes below a directory. Methods may be called from any thread."""
+    """Objects as files below a directory. Methods may be called from any thread."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -32,7 +32,7 @@ class Objects:
         self._lock = threading.Lock()
 
     def list(self, prefix: str) -> list[tuple[str, int]]:
-        """Names that begin so, in order, with their sizes."""
+        """(name, size) of the objects whose names begin with `prefix`, sorted."""
         found: list[tuple[str, int]] = []
         for path in self._root.rglob("*"):
             name = path.relative_to(self._root).as_posix()
@@ -43,13 +43,13 @@ class Objects:
         return sorted(found)
 
     def read(self, name: str) -> bytes | None:
-        """None where there is nothing of this name."""
+        """The object's content; None if it does not exist."""
         with contextlib.suppress(FileNotFoundError, IsADirectoryError):
             return self._at(name).read_bytes()
         return None
 
     def write(self, name: str, data: bytes, new_only: bool) -> bool:
-        """Whole, and on disk, when it returns; False where `new_only` forbids it."""
+        """Writes atomically and durably; False if `new_only` is set and the object exists."""
         path = self._at(name)
         with self._lock:
             self._count += 1
@@ -72,7 +72,7 @@ class Objects:
         return True
 
     def delete(self, name: str) -> None:
-        """Idempotent."""
+        """Deletes an object; idempotent."""
         path = self._at(name)
         with contextlib.suppress(FileNotFoundError):
             path.unlink()
@@ -122,7 +122,7 @@ class Handler(BaseHTTPRequestHandler):
         num_bytes = int(self.headers.get("content-length", "0"))
         data = self.rfile.read(num_bytes)
         if len(data) < num_bytes:
-            self.close_connection = True  # the client was killed in the middle: nobody waits for an answer
+            self.close_connection = True  # the client was killed in the middle: no answer is needed
         elif "aws-chunked" in self.headers.get("content-encoding", ""):
             self._refuse(501, "NotImplemented")
         elif self.objects.write(self._asked()[0], data, self.headers.get("if-none-match") == "*"):
@@ -136,7 +136,7 @@ class Handler(BaseHTTPRequestHandler):
         self._answer(204, b"")
 
     def log_request(self, code: int | str = "-", size: int | str = "-") -> None:
-        """Says nothing."""
+        """Logs nothing."""
 
     def _asked(self) -> tuple[str, dict[str, list[str]]]:
         parts = urlsplit(self.path)

@@ -1,11 +1,11 @@
-"""The benchmark of adapters in small: both ways learn, and one of them learns little."""
+"""The adapter benchmark at small size: both methods train, and adapters train few parameters."""
 
 from __future__ import annotations
 
 import adapters
 import pytest
 import torch
-from adapters import QUICK, VOCAB, Way
+from adapters import QUICK, VOCAB, Method
 
 from etude.config import AdapterConfig, OptimizerConfig
 from etude.model import build_model
@@ -32,5 +32,5 @@ def test_a_step_moves_the_model_however_much_of_it_is_trained(rank: int) -> None
 
 
 def test_ways_are_told_apart_in_the_figures() -> None:
-    ways = [Way(optimizer, rank) for optimizer in ("adamw", "muon") for rank in (0, 16)]
-    assert [way.name for way in ways] == ["adamw_all", "adamw_rank16", "muon_all", "muon_rank16"]
+    methods = [Method(optimizer, rank) for optimizer in ("adamw", "muon") for rank in (0, 16)]
+    assert [method.name for method in methods] == ["adamw_all", "adamw_rank16", "muon_all", "muon_rank16"]

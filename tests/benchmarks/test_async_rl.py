@@ -54,7 +54,7 @@ def test_figures_of_other_benchmarks_are_taken_up_with_their_commits(tmp_path: P
     (tmp_path / "chaos.json").write_text(json.dumps({"figures": chaos, "commit": "abc"}))
     target = tmp_path / "async_rl.json"
     common.merge_result(target, ["simulated"], {"async_vs_sync_trajectories": 3.0}, {})
-    async_rl.take_up(target)
+    async_rl.merge_other_results(target)
     common.merge_result(target, ["real"], {"async_vs_sync_real_run": 1.5}, {})
     result = json.loads(target.read_text())
     assert result["figures"] == {

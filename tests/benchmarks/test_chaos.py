@@ -184,7 +184,7 @@ def test_a_server_that_was_killed_comes_back_at_its_address(tmp_path: Path) -> N
         assert not server.is_up
         deadline = time.monotonic() + 60.0
         while not server.is_up:
-            server.tend()
+            server.restart_if_due()
             assert time.monotonic() < deadline
             time.sleep(0.05)
         assert server.process is not first
@@ -192,7 +192,7 @@ def test_a_server_that_was_killed_comes_back_at_its_address(tmp_path: Path) -> N
         server.process.kill()
         server.process.wait()
         with pytest.raises(SystemExit, match="ended by itself"):
-            server.tend()
+            server.restart_if_due()
     finally:
         server.stop()
 
