@@ -9,8 +9,8 @@ engine sampled with one adapter while sessions of other adapters ran, with batch
 
 `lora_gain_vs_full`: the quickstart's reinforcement learning from that run's mid-trained checkpoint, with
 equal numbers of steps and sessions: the rise of the pass rate on held-out tasks with adapters, over the rise
-with all weights. Means over seeds, each at the learning rate with the highest pass rate in the last quarter of
-training (two seeds). Existing runs are read, not repeated.
+with all weights. Means over seeds, each at the learning rate with the highest pass rate in the last quarter
+of training (two seeds). Existing runs are read, not repeated.
 
 Memory: each method runs in a process of its own, which builds the model, takes two optimiser steps on the
 same random sequences and reports its peak memory above an interpreter with the libraries. The second step is

@@ -71,7 +71,7 @@ class TimedSampler(ScriptedSampler):
 
 
 async def play(sampler: TimedSampler, renderer: Renderer, backend: SandboxBackend, name: str) -> list[float]:
-    """Plays one session; returns the seconds of each turn: parse the message, run its calls, render results."""
+    """Plays a session; returns the seconds of each turn: parse the message, run its calls, render results."""
     sandbox = await backend.create(Template(FILES))
     try:
         session = AgentSession("read", renderer, TrajectoryId("bench", name, 0, 0, 0), LIMITS)

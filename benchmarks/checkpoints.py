@@ -1,9 +1,9 @@
-"""How long training stands still for a save: written beside it, against written while it waits.
+"""How long training is blocked by saving a checkpoint: asynchronous against synchronous writing.
 
     python benchmarks/checkpoints.py [--json FILE] [--rounds 5] [--width 640]
 
-A dense model of about 80 million float32 weights with both of AdamW's states, about 1 GB on disk. Both kinds
-of save take turns in one process, each into an empty directory.
+A dense model of about 80 million float32 weights with both AdamW states, about 1 GB on disk. Both kinds of
+save alternate in one process, each into an empty directory.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ VOCABULARY = 32_768
 
 
 def make_model(width: int) -> LanguageModel:
-    """Twelve layers."""
+    """A dense model of twelve layers."""
     config = ModelConfig(
         architecture="qwen3", hidden_size=width, num_layers=12, num_heads=width // 64,
         num_kv_heads=width // 128, head_dim=64, intermediate_size=width * 3,

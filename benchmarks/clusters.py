@@ -3,9 +3,9 @@
 python benchmarks/clusters.py [--config FILE --checkpoint DIR [--set KEY=VALUE]...] [--steps N] [--mbit M]
                               [--delay-ms D] [--loss P] [--outage-s S] [--json FILE]
 
-One cluster trains and two sample; then the same run with one that samples, undisturbed. Needs root and the
-programs ip, nsenter and tc. All clusters share this machine's processor: what is measured is that nothing is
-lost or repeated, and what crosses the links, not what several machines would do together.
+First one cluster trains and two sample, with disturbances; then one samples, undisturbed. Needs root and the
+programs ip, nsenter and tc. All clusters share this machine's processors: this measures that nothing is lost
+or repeated and how many bytes cross the links, not the throughput of several machines.
 """
 
 from __future__ import annotations
@@ -36,59 +36,59 @@ from etude.weights import WeightStore
 
 CONTROL_PORT, STORE_PORT, RELAY_PORT = 8680, 8670, 8671
 RUN_S = 540.0
-"""Longest time of one run."""
+"""Time limit of one run."""
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A long link, both directions alike."""
+    """A wide-area link, the same in both directions."""
 
     mbit_per_s: float = 20.0
     delay_ms: float = 40.0
-    """One way."""
+    """One-way delay."""
     loss: float = 0.01
-    """Of segments."""
+    """Probability that a segment is lost."""
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """What is trained, and how."""
+    """The model to train and the configuration of the run."""
 
     base: RunConfig = CONFIG
     checkpoint: Path | None = None
-    """What the run begins with; None: a small model, trained for it and kept."""
+    """Initial weights; None: a small model, trained for this purpose and cached."""
 
 
 @dataclass(frozen=True, slots=True)
-class Trouble:
-    """What happens to a run with two sampling clusters."""
+class Disturbances:
+    """The disturbances of a run with two sampling clusters."""
 
     outage_s: float = 6.0
-    """The first one's cable is pulled for so long, once a step is taken."""
+    """Duration for which the first cluster's link is down, after the first step."""
     away_s: float = 3.0
-    """Between the second one's kill -9, a step later, and its return."""
+    """Time between the second cluster's kill -9, one step later, and its restart."""
 
 
 @dataclass(frozen=True, slots=True)
-class Played:
-    """What became of a run."""
+class RunResult:
+    """Audit and measurements of a finished run."""
 
     audit: Audit
     wall_s: float
-    """Of reinforcement learning."""
+    """Wall time of the RL stage."""
     counts: dict[str, float]
-    """As the control API had them at last."""
+    """Final counts of the control API."""
     weights_bytes: list[float]
-    """That each cluster's relay fetched over its long link: a full snapshot, and the updates after it."""
+    """Bytes that each cluster's relay fetched over its link: a full snapshot and the updates after it."""
     link_bytes: list[tuple[int, int]]
-    """(to, from) each cluster, all that crossed its cable."""
+    """(to, from) each cluster: all bytes that crossed its link."""
     versions: int
     delta_bytes: float
-    """Median over updates."""
+    """Size of an update, median."""
     full_bytes: float
-    """A full snapshot, packed."""
+    """Size of a full snapshot, compressed."""
     tensor_bytes: float
-    """The model itself, in its published number format."""
+    """Size of the model in its published number format."""
 
     @property
     def sessions_per_s(self) -> float:
@@ -108,8 +108,8 @@ class Run:
         self._store.mkdir()
         self._relay_bytes: list[float] = [0.0] * len(net.others)
 
-    def play(self, trouble: Trouble | None) -> Played:
-        """Starts everything, disturbs it, waits for the end."""
+    def play(self, disturbances: Disturbances | None) -> RunResult:
+        """Starts all processes, applies the disturbances, and waits for the end of the run."""
         net = self._net
         self._begin_relay(net.training, str(self._store), STORE_PORT)
         file = net.directory / "run.toml"
@@ -117,8 +117,8 @@ class Run:
         training = net.training.etude("train", "train", "--config", str(file))
         samplers = [self._join(number, cluster) for number, cluster in enumerate(net.others)]
         before = [cluster.link_bytes() for cluster in net.others]
-        if trouble is not None:
-            self._disturb(trouble, training, samplers)
+        if disturbances is not None:
+            self._disturb(disturbances, training, samplers)
         end_s = time.monotonic() + RUN_S
         while training.poll() is None:
             assert time.monotonic() < end_s, net.training.log("train").read_text()
@@ -126,7 +126,7 @@ class Run:
             time.sleep(0.5)
         assert training.returncode == 0, net.training.log("train").read_text()
         crossed = [_less(c.link_bytes(), b) for c, b in zip(net.others, before, strict=True)]
-        return self._played(crossed)
+        return self._result(crossed)
 
     def _begin_relay(self, cluster: Cluster, store: str, port: int) -> None:
         host = cluster.address if cluster is self._net.training else "127.0.0.1"
@@ -137,7 +137,7 @@ class Run:
         wait_for(cluster.log("relay"), "ready at", process)
 
     def _join(self, number: int, cluster: Cluster) -> Any:
-        """The far end of the long link, a relay behind it, and `etude sample`."""
+        """Starts a cluster: the far end of the long link, a relay behind it, and `etude sample`."""
         training, link = self._net.training.address, self._link
         shaping = ["--delay-ms", f"{link.delay_ms:g}", "--loss", f"{link.loss:g}", "--seed", str(number)]
         ways = [f"{port}:{training}:{port}" for port in (CONTROL_PORT, STORE_PORT)]
@@ -150,16 +150,16 @@ class Run:
         control, relay = (f"http://127.0.0.1:{port}" for port in (CONTROL_PORT, RELAY_PORT))
         return cluster.etude("sample", *sample_options(control, relay, self._token, cluster.name))
 
-    def _disturb(self, trouble: Trouble, training: Any, samplers: list[Any]) -> None:
+    def _disturb(self, disturbances: Disturbances, training: Any, samplers: list[Any]) -> None:
         self._wait_for_steps(training, 1)
         first, second = self._net.others
         first.cut()
-        time.sleep(trouble.outage_s)
+        time.sleep(disturbances.outage_s)
         first.mend()
         self._wait_for_steps(training, 2)
         samplers[1].send_signal(signal.SIGKILL)
         samplers[1].wait()
-        time.sleep(trouble.away_s)
+        time.sleep(disturbances.away_s)
         self._sample(second)
 
     def _wait_for_steps(self, training: Any, steps: int) -> None:
@@ -171,7 +171,7 @@ class Run:
             time.sleep(0.2)
 
     def _read_relays(self) -> None:
-        """Notes what each relay has fetched: nobody knows once they are gone."""
+        """Records the bytes that each relay has fetched: the counters end with their process."""
         headers = {"authorization": f"Bearer {self._token.read_text().strip()}"}
 
         def ask() -> float:
@@ -184,7 +184,7 @@ class Run:
         for number, cluster in enumerate(self._net.others):
             self._relay_bytes[number] = cluster.run(ask)
 
-    def _played(self, crossed: list[tuple[int, int]]) -> Played:
+    def _result(self, crossed: list[tuple[int, int]]) -> RunResult:
         run = RunDirectory.open(self._net.directory / self.config.name)
         rows = [row for row in read_metrics(run.metrics_file) if row["kind"] == "clusters"]
         commits = WeightStore.open(str(self._store)).commits().values()
@@ -193,7 +193,7 @@ class Run:
         final = run.checkpoints / "final" / "model.safetensors"
         stages = json.loads(run.report_file.read_text())["stages"]
         counts = {name: value for name, value in rows[-1].items() if isinstance(value, float)}
-        return Played(
+        return RunResult(
             audit(run),
             stages["rl_s"],
             counts,
@@ -218,14 +218,16 @@ def _less(now: tuple[int, int], before: tuple[int, int]) -> tuple[int, int]:
     return now[0] - before[0], now[1] - before[1]
 
 
-def play(num_clusters: int, link: Link, num_steps: int, trouble: Trouble | None, model: Model) -> Played:
-    """Plays a run over so many sampling clusters to its end."""
+def play(
+    num_clusters: int, link: Link, num_steps: int, disturbances: Disturbances | None, model: Model
+) -> RunResult:
+    """Plays a run over `num_clusters` sampling clusters to its end."""
     with wan(num_clusters, link.mbit_per_s) as net:
-        return Run(net, link, num_steps, model).play(trouble)
+        return Run(net, link, num_steps, model).play(disturbances)
 
 
-def figures_of(played: Played, name: str) -> Figures:
-    """One run's figures, by name."""
+def figures_of(played: RunResult, name: str) -> Figures:
+    """One run's figures, with `name` as suffix of their names."""
     found = played.audit
     to_clusters, from_clusters = (sum(one) for one in zip(*played.link_bytes, strict=True))
     values = {
@@ -259,14 +261,15 @@ def main() -> None:
     parser.add_argument("--mbit", type=float, default=Link().mbit_per_s)
     parser.add_argument("--delay-ms", type=float, default=Link().delay_ms)
     parser.add_argument("--loss", type=float, default=Link().loss)
-    parser.add_argument("--outage-s", type=float, default=Trouble().outage_s)
+    parser.add_argument("--outage-s", type=float, default=Disturbances().outage_s)
     arguments = parser.parse_args()
     if (reason := missing()) is not None:
         raise SystemExit(f"cannot measure: {reason}")
-    link, trouble = Link(arguments.mbit, arguments.delay_ms, arguments.loss), Trouble(arguments.outage_s)
+    link = Link(arguments.mbit, arguments.delay_ms, arguments.loss)
+    disturbances = Disturbances(arguments.outage_s)
     base = load_config(arguments.config, arguments.settings) if arguments.config is not None else CONFIG
     model = Model(base, arguments.checkpoint)
-    disturbed = play(2, link, arguments.steps, trouble, model)
+    disturbed = play(2, link, arguments.steps, disturbances, model)
     alone = play(1, link, arguments.steps, None, model)
     figures = {
         **figures_of(disturbed, "two_clusters_disturbed"),
@@ -280,7 +283,7 @@ def main() -> None:
     if arguments.json:
         settings = {
             "link": asdict(link),
-            "trouble": asdict(trouble),
+            "trouble": asdict(disturbances),
             "learning_rate": base.rl.optimizer.learning_rate,
             "sessions_by_cluster": disturbed.audit.by_cluster,
             "weight_bytes_by_link": disturbed.weights_bytes,

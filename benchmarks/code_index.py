@@ -1,12 +1,11 @@
-"""The code index against ripgrep: same matches, and how much sooner; then the semantic half, where it is
-there.
+"""The code index against ripgrep: equal matches, and how much faster; then semantic search, if installed.
 
     python benchmarks/code_index.py [--json FILE] [--directory DIR] [--size-mb 1100] [--quick]
 
 A tree of installed sources (see code_index_corpus.py) is made once in DIR and kept. Patterns are drawn from
-its lines. Identity is checked on a smaller tree of the same kind, for every pattern, and on the large one for
-those that are timed. Timed: wall time of ours against ripgrep's own command, run one after the other, output
-read through a pipe both times.
+its lines. Equality is checked for every pattern on a smaller tree of the same kind, and on the large one for
+the timed patterns. Timed: wall time of our search and of ripgrep's command, one after the other, both with
+their output read through a pipe.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ _MIB = 1 << 20
 
 
 def sample_lines(tree: Path, count: int, seed: int) -> list[str]:
-    """Lines of files chosen evenly: what patterns are drawn from."""
+    """Lines from uniformly chosen files, from which patterns are drawn."""
     names = sorted(os.fspath(path) for path in tree.rglob("*") if path.is_file() and ".git" not in path.parts)
     rng = random.Random(seed)
     lines: list[str] = []
@@ -52,7 +51,7 @@ def sample_lines(tree: Path, count: int, seed: int) -> list[str]:
 
 
 def run_ripgrep(tree: Path, query: GrepQuery) -> tuple[bytes, float]:
-    """Ripgrep's own search: its output and how long it took."""
+    """Runs ripgrep: (output, seconds)."""
     flags = ["--no-config", "--no-ignore", "--no-heading", "--null", "--line-number", "--color=never"]
     command = [str(Ripgrep().program), *flags, *query.pattern_flags(), "./"]
     began = time.perf_counter()
@@ -61,7 +60,7 @@ def run_ripgrep(tree: Path, query: GrepQuery) -> tuple[bytes, float]:
 
 
 def same(output: bytes, result: GrepResult) -> bool:
-    """Whether ripgrep printed just these lines, whatever their order."""
+    """Whether ripgrep printed exactly these lines, in any order."""
     lines = (line for line in output.split(b"\n") if b"\0" in line)
     theirs = sorted(line.removeprefix(b"./") for line in lines)
     ours = sorted(
@@ -72,7 +71,7 @@ def same(output: bytes, result: GrepResult) -> bool:
 
 
 def num_files(tree: Path, query: GrepQuery) -> int:
-    """Files in which ripgrep finds something; warms the cache."""
+    """Number of files in which ripgrep finds a match; warms the page cache."""
     command = [
         str(Ripgrep().program),
         "--no-config",
@@ -87,7 +86,7 @@ def num_files(tree: Path, query: GrepQuery) -> int:
 
 
 async def check_identity(tree: Path, into: Path, count: int) -> dict[str, float]:
-    """All generated patterns, half of them broad, on the small tree."""
+    """Compares the results of `count` patterns, half of them broad, on the small tree."""
     index = await GrepIndex.build(tree, into)
     maker = PatternMaker(sample_lines(tree, 300, 1), seed=1)
     different = 0
@@ -112,7 +111,7 @@ async def time_queries(
             continue
         output, ripgrep_s = run_ripgrep(index.root, query)
         if len(output) > query.max_bytes:
-            continue  # ours would stop at its bound of output, and look the faster for it
+            continue  # ours stops at its output limit, and would look faster for that reason
         began = time.perf_counter()
         result = await index.search(query)
         found["ours_s"].append(time.perf_counter() - began)
@@ -124,7 +123,7 @@ async def time_queries(
 
 
 def summary(name: str, found: dict[str, list[float]]) -> dict[str, float]:
-    """Medians, and the tail of the ratios."""
+    """Medians of times and ratios, and the tail of the ratios."""
     ratios = sorted(theirs / ours for ours, theirs in zip(found["ours_s"], found["ripgrep_s"], strict=True))
     return {
         f"{name}_patterns": len(ratios),
@@ -138,7 +137,7 @@ def summary(name: str, found: dict[str, list[float]]) -> dict[str, float]:
 
 
 def cpu_s() -> float:
-    """Processor time of this process and those it has waited for: what a busy machine does not distort."""
+    """Processor time of this process and its finished children: a busy machine does not distort it."""
     usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
@@ -168,7 +167,7 @@ async def time_edits(index: GrepIndex, lines: list[str]) -> dict[str, float]:
 
 
 async def grep_figures(directory: Path, size_bytes: int, patterns: int, timed: int) -> dict[str, float]:
-    """Everything about instant grep."""
+    """All figures of grep through the index."""
     tree, small = directory / "tree", directory / "small"
     corpus = make_tree(tree, size_bytes)
     make_tree(small, min(size_bytes, 8 * _MIB), seed=7)
@@ -203,7 +202,7 @@ async def grep_figures(directory: Path, size_bytes: int, patterns: int, timed: i
 
 
 def semantic_figures() -> dict[str, float]:
-    """The semantic half, if it is there."""
+    """Figures of semantic search; empty if it is not installed."""
     try:
         module = importlib.import_module("benchmarks.code_index_semantic")
     except ModuleNotFoundError as error:

@@ -1,8 +1,7 @@
-"""A source tree of a given size for the benchmarks of the code index, made from what is installed here.
+"""Builds a source tree of a given size for the code index benchmarks from installed files.
 
-Files come from the installed packages' sources, headers and shared files, each content once. Where that is
-not enough, copies follow in which identifiers are renamed and lines are moved, so that no copy is a
-duplicate.
+Files come from the installed packages' sources, headers and shared files, each content once. If that is not
+enough, modified copies follow, with renamed identifiers and moved lines, so that no file is a duplicate.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _IGNORED = "*.log\nbuild/\n/generated/*\n!/generated/keep.py\n"
 
 
 def source_roots() -> list[Path]:
-    """Directories with much source text that most machines have: packages of Pythons, headers."""
+    """Directories with much source text that most machines have: Python packages, headers."""
     found = [Path(sysconfig.get_path("purelib")), Path(sysconfig.get_path("stdlib"))]
     pyenv = Path(sys.base_prefix).parent
     if pyenv.name == "versions":

@@ -52,7 +52,7 @@ class PatternMaker:
         return self._rng.choice(kinds)()
 
     def broad(self) -> GrepQuery:
-        """A query of which the index can say little or nothing."""
+        """A query for which the index can exclude few or no files."""
         rng = self._rng
         if rng.random() < 0.5:
             return GrepQuery(rng.choice(_BROAD), ignore_case=rng.random() < 0.3)
@@ -65,19 +65,19 @@ class PatternMaker:
         return GrepQuery(rf"{word[0]}\w*{word[-1]}\b")
 
     def identifier(self) -> GrepQuery:
-        """A name as it stands."""
+        """A name, unchanged."""
         return GrepQuery(self._name())
 
     def phrase(self) -> GrepQuery:
-        """Some neighbouring words of a line, as a regular expression."""
+        """Some adjacent words of a line, as a regular expression."""
         return GrepQuery(escape(self._stretch()))
 
     def fixed(self) -> GrepQuery:
-        """The same as a fixed string."""
+        """Some adjacent words of a line, as a fixed string."""
         return GrepQuery(self._stretch(), fixed=True, ignore_case=self._rng.random() < 0.3)
 
     def alternation(self) -> GrepQuery:
-        """One of several names, perhaps with something before or behind."""
+        """One of several names, sometimes with a prefix or suffix."""
         names = [self._name() for _ in range(self._rng.randint(2, 4))]
         before, behind = self._rng.choice(
             [("", ""), ("", r"\("), (r"\b", r"\b"), ("self\\.", ""), ("(?:", ")+")]
@@ -85,7 +85,7 @@ class PatternMaker:
         return GrepQuery(f"{before}({'|'.join(names)}){behind}")
 
     def char_class(self) -> GrepQuery:
-        """A name in which a character may be one of several."""
+        """A name with a character class in place of one character."""
         name = self._name()
         at = self._rng.randrange(len(name))
         some = self._rng.choice(
@@ -101,7 +101,7 @@ class PatternMaker:
         return GrepQuery(escape(line[-self._rng.randint(8, 30) :]) + "$")
 
     def ignoring_case(self) -> GrepQuery:
-        """A name in some other case."""
+        """A name in a different case, matched case-insensitively."""
         name = self._rng.choice([str.upper, str.lower, str.title])(self._name())
         if self._rng.random() < 0.3:
             return GrepQuery(f"(?i){name}")
@@ -118,7 +118,7 @@ class PatternMaker:
         return GrepQuery(names[0] + between + names[-1])
 
     def repeated(self) -> GrepQuery:
-        """A name part of which is repeated."""
+        """A name with a repeated part."""
         name = self._name()
         at = self._rng.randrange(1, len(name))
         count = self._rng.choice(["+", "*", "?", "{2}", "{1,3}", "{0,1}", "+?"])
@@ -137,5 +137,5 @@ class PatternMaker:
 
 
 def escape(text: str) -> str:
-    """The text as a regular expression that matches just it."""
+    """A regular expression that matches exactly this text."""
     return _SPECIAL.sub(r"\\\1", text)

@@ -1,10 +1,9 @@
-"""Semantic code search: who finds the function that a docstring speaks of, and what it costs.
+"""Semantic code search: recall of the function that a docstring describes, and the cost of the index.
 
 python benchmarks/code_index_semantic.py [--json FILE] [--functions N] [--questions N]
 
 The labelled set is made from installed packages (code_index_semantic_data.py). The share of vectors in a
-score is chosen on the development half of the questions; every recall that is reported is the held-out
-half's.
+score is chosen on the development half of the questions; every reported recall is of the held-out half.
 """
 
 from __future__ import annotations
@@ -39,13 +38,13 @@ SEED = 7
 NUM_FUNCTIONS = 12_000
 NUM_QUESTIONS = 4_000
 DEPTH = 10
-"""Results in which the right one has to be."""
+"""Number of results among which the right one counts as found."""
 SHARES = (0.5, 0.6, 0.7, 0.8, 0.9)
 NUM_RESAMPLES = 10_000
 
 
 class CountingEmbedder:
-    """An embedder that counts what is asked of it."""
+    """An embedder that counts its calls and texts."""
 
     def __init__(self, inner: Embedder) -> None:
         self._inner = inner
@@ -72,7 +71,7 @@ class CountingEmbedder:
 
 
 def semantic_figures(num_functions: int = NUM_FUNCTIONS, num_questions: int = NUM_QUESTIONS) -> Figures:
-    """All figures; minutes. Embeds on one thread. Raises `EmbedderMissingError` without the extra `index`."""
+    """All figures; takes minutes, on one thread. Raises EmbedderMissingError without the extra `index`."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -108,7 +107,7 @@ async def _measure(folder: Path, labelled: LabelledSet) -> Figures:
 
 
 def _write(root: Path, files: Mapping[str, bytes]) -> Path:
-    """Files of a minute ago: what was written just now is read again by the next update."""
+    """Writes files dated a minute ago: the next update would read again what was written just now."""
     for path, content in files.items():
         (root / path).parent.mkdir(parents=True, exist_ok=True)
         (root / path).write_bytes(content)
@@ -117,7 +116,7 @@ def _write(root: Path, files: Mapping[str, bytes]) -> Path:
 
 
 async def _recalls(index: SemanticIndex, num_chunks: int, questions: Sequence[Question]) -> Figures:
-    """Recall of each ranking, and how sure the differences are."""
+    """Recall of each ranking, and confidence intervals of the differences."""
     chunks = await index.describe(np.arange(num_chunks))
     hits: dict[str, list[bool]] = {}
     for question in questions:
@@ -157,7 +156,7 @@ async def _recalls(index: SemanticIndex, num_chunks: int, questions: Sequence[Qu
 def _fuse_ranks(
     cosines: NDArray[np.float32], words: NDArray[np.float32], share: float = 0.5, constant: float = 10.0
 ) -> NDArray[np.float32]:
-    """Reciprocal rank fusion (SIGIR 2009), to compare with."""
+    """Reciprocal rank fusion (SIGIR 2009), for comparison."""
     return (share / (constant + _ranks(cosines)) + (1 - share) / (constant + _ranks(words))).astype(
         np.float32
     )
@@ -195,7 +194,7 @@ async def _latency(index: SemanticIndex, questions: Sequence[Question]) -> Figur
 
 
 async def _edit(index: SemanticIndex, embedder: CountingEmbedder, labelled: LabelledSet) -> Figures:
-    """From an edit of one function to the first answer that knows of it."""
+    """Time from an edit of one function to the first answer that reflects it."""
     rng = random.Random(SEED)
     times: list[float] = []
     counts: list[int] = []
@@ -220,7 +219,7 @@ async def _one_percent(
     built_s: float,
     num_chunks: int,
 ) -> Figures:
-    """One function in 1 % of the files is changed; then a second checkout of the same files is indexed."""
+    """Updates after one function in 1 % of the files was changed; then indexes a second checkout of them."""
     rng = random.Random(SEED)
     functions = [hit for hit in await index.describe(np.arange(num_chunks)) if hit.symbol]
     rng.shuffle(functions)

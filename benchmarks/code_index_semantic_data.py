@@ -1,8 +1,8 @@
 """A labelled set for code search, made from the docstrings of installed packages.
 
-The question is the first paragraph of a function's docstring; the answer is that function. All functions of
-the set lose their docstrings, those that nobody asks for too: otherwise the answers would be the ones that
-look different.
+The question is the first paragraph of a function's docstring; the answer is that function. All functions lose
+their docstrings, also those that are not the answer to a question: otherwise answers would be the ones
+without.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ PACKAGES = (
     *("hypothesis", "rich", "fastapi", "fsspec", "PIL"),
     *("json", "asyncio", "email", "http", "logging", "unittest", "xml", "concurrent", "importlib"),
 )
-"""Those that Étude depends on, and of the standard library what lies in folders."""
+"""Étude's dependencies, and the standard library's packages (not its single modules)."""
 MIN_WORDS = 5
 MAX_FILE_BYTES = 200_000
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A docstring's first paragraph, and where its function stands in the stripped file."""
+    """A docstring's first paragraph, and the position of its function in the stripped file."""
 
     text: str
     path: str
@@ -36,7 +36,7 @@ class Question:
     last_line: int
     symbol: str
     development: bool
-    """Half in which choices are made. Halves are split by file."""
+    """Whether it is in the development half, on which choices are made. Halves are split by file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +144,6 @@ def _functions(
 
 
 def _first_paragraph(doc: str) -> str:
-    """On one line; "" if it is too short to ask with."""
+    """The first paragraph on one line; "" if it is too short for a question."""
     text = " ".join(re.split(r"\n\s*\n", doc.strip())[0].split())
     return text if len(text.split()) >= MIN_WORDS else ""

@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("fastapi", reason="needs etude[serve]")
 
-from benchmarks.clusters import Link, Model, Trouble, play
+from benchmarks.clusters import Link, Model, Disturbances, play
 
 from tests.controller.clusters.long_link import LongLink
 from tests.controller.clusters.namespaces import missing
@@ -21,7 +21,7 @@ from tests.controller.clusters.namespaces import missing
 def test_a_run_over_three_clusters_loses_and_repeats_nothing() -> None:
     if (reason := missing()) is not None:
         pytest.skip(reason)
-    played = play(2, Link(), 4, Trouble(outage_s=5.0, away_s=1.0), Model())
+    played = play(2, Link(), 4, Disturbances(outage_s=5.0, away_s=1.0), Model())
     found = played.audit
     assert (found.steps, found.lost, found.repeated) == (4, 0, 0)
     assert found.max_lag <= 2
