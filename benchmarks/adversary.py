@@ -1,14 +1,14 @@
-"""Claim: no attack of tests/adversary gets through: on grading, on sandboxes from inside, on the servers.
+"""Claim: no attack of tests/adversary succeeds, on grading, on sandboxes from inside, or on the servers.
 
     python benchmarks/adversary.py [--only GROUP]... [--match WORDS] [--json FILE]
 
-Runs the tests of one group after the other, the slow ones too, and prints one line for each kind and a table
-of figures; with `--json` the groups that were run replace those of the file, so that a machine can take them
-one at a time. A kind that did not hold is counted whatever the reason is, and its test's words are printed.
-Where nothing happened in n tries, `..._below` is the bound that holds with 95 % confidence: 3/n (Hanley and
-Lippman-Hand 1983). Exit code 1 if anything got through.
+Runs the tests of each group, slow ones included, and prints one line per kind of attack and a table of
+figures; with `--json` the groups that were run replace those in the file, so groups can be run one at a time.
+A failed test counts as a successful attack whatever the reason, and its message is printed. If none of n
+attempts succeeds, `..._below` is the upper bound of the rate with 95 % confidence: 3/n (Hanley and
+Lippman-Hand 1983). Exit code 1 if any attack succeeded.
 
-Sandboxes are attacked as root and as a plain user, on every backend that is here: `tried_BACKEND_USER`.
+Sandboxes are attacked as root and as a plain user, on every available backend: `tried_BACKEND_USER`.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ _FAULTS = {
     "server_errors_5xx": re.compile(r": 5\d\d "),
     "cross_tenant": re.compile(r"SECRETOFTWO|second-tenant"),
 }
-"""What the words of a failed request's test say."""
+"""Phrases in the message of a failed request test, by what they show."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One test of one kind, and how it ended."""
+    """One test of one kind of attack, and its outcome."""
 
     function: str
     kind: str
@@ -58,9 +58,9 @@ class Case:
 
 
 def read_cases(report: Path, functions: Sequence[str]) -> list[Case]:
-    """The cases of a JUnit report that are tests of kinds.
+    """The cases of a JUnit report whose test is one of `functions`.
 
-    Errors count as what got through, and so do known holes, which their tests expect.
+    Errors count as successful attacks, and so do known holes, although their tests expect them.
     """
     cases: list[Case] = []
     for row in ET.parse(report).iter("testcase"):
@@ -77,7 +77,7 @@ def read_cases(report: Path, functions: Sequence[str]) -> list[Case]:
 
 
 def _placed(case: Case) -> Case:
-    """An attack on a sandbox names backend and user before its kind."""
+    """Splits off backend and user, which a sandbox attack has in front of its kind."""
     match = re.fullmatch(r"(?:(gvisor|vm)-)?(root|plain)-(.*)", case.kind)
     if match is None:
         return case
@@ -93,12 +93,12 @@ def _through(cases: Iterable[Case]) -> list[Case]:
 
 
 def _with_bound(figures: Figures, name: str, num_tries: int) -> Figures:
-    """`figures`, and the bound of one that is 0."""
+    """`figures` with the bound of figure `name` added, if that is 0."""
     return figures | ({f"{name}_below": min(1.0, 3 / num_tries)} if not figures[name] and num_tries else {})
 
 
 def count_hacks(cases: list[Case]) -> Figures:
-    """Ways to earn a reward without solving, each on three tasks at least, as root and as a plain user."""
+    """Reward hacks: each is tried on at least three tasks, as root and as a plain user."""
     tries = [case for case in cases if case.outcome != "skipped"]
     figures: Figures = {
         "reward_hack_kinds": len(_kinds(tries)),
@@ -111,7 +111,7 @@ def count_hacks(cases: list[Case]) -> Figures:
 
 
 def count_script_cheats(cases: list[Case]) -> Figures:
-    """Ways to be paid by `tests/test.sh` without solving, and what shows that they are ways at all."""
+    """Reward hacks of `tests/test.sh`, and the controls that show that they work on a weak grader."""
     tries = [case for case in cases if case.outcome != "skipped"]
     cheats = [case for case in tries if case.function == _SCRIPT_CHEATS]
     others = [case for case in tries if case.function != _SCRIPT_CHEATS]
@@ -125,10 +125,10 @@ def count_script_cheats(cases: list[Case]) -> Figures:
 
 
 def count_dodges(cases: list[Case]) -> Figures:
-    """Failures that an agent would have counted as the infrastructure's, and what became of solved tasks."""
+    """Failures that an agent tries to pass off as the infrastructure's, and rewards lost on solved tasks."""
     tries = [case for case in cases if case.outcome != "skipped"]
     with_control = [case for case in tries if case.function.endswith("costs_a_success")]
-    # Of what got through only words about the solved session speak of the control.
+    # Of the failed cases only messages about the solved session concern the control.
     paid = [case for case in with_control if case.outcome == "held" or "solved." not in case.words]
     voided = [case for case in _through(tries) if "solved.passed" not in case.words]
     figures: Figures = {"dodge_kinds": len(_kinds(tries)), "voided_by_agent": len(_kinds(voided))}
@@ -138,7 +138,7 @@ def count_dodges(cases: list[Case]) -> Figures:
 
 
 def count_requests(cases: list[Case]) -> Figures:
-    """What hostile requests did to servers and to other tenants. `request_failures`: for any reason."""
+    """Effects of hostile requests on servers and other tenants. `request_failures`: for any reason."""
     tries = [case for case in cases if case.outcome != "skipped"]
     figures: Figures = {"server_request_kinds": len(_kinds(tries)), "request_failures": len(_through(tries))}
     for name, words in _FAULTS.items():
@@ -148,7 +148,7 @@ def count_requests(cases: list[Case]) -> Figures:
 
 
 def count_attacks(cases: list[Case]) -> Figures:
-    """Attacks from inside, counted by causes; an escape is one wherever it is."""
+    """Attacks from inside a sandbox, counted by cause; one escape on any backend counts."""
     tries = [case for case in cases if case.outcome != "skipped"]
     causes = {_CAUSE_OF[case.kind] for case in tries}
     figures: Figures = {
@@ -164,14 +164,14 @@ def count_attacks(cases: list[Case]) -> Figures:
 
 
 def count_controls(cases: list[Case]) -> Figures:
-    """Attacks that must succeed without their protection, or where the act is allowed."""
+    """Controls: attacks that must succeed without the protection, or where the act is allowed."""
     tries = [case for case in cases if case.outcome != "skipped"]
     return {"attack_controls": len(tries), "attack_controls_failed": len(_through(tries))}
 
 
 @dataclass(frozen=True)
 class Group:
-    """Files of tests, which of their functions try one kind each, and what is counted."""
+    """A group of attack tests: its files, the functions that try one kind each, and its figures."""
 
     files: tuple[str, ...]
     functions: tuple[str, ...]
@@ -237,7 +237,7 @@ GROUPS: dict[str, Group] = {
 
 
 def run_group(group: Group, match: str = "") -> list[Case]:
-    """Runs a group's tests in a process of their own. `match`: of those only what pytest's -k selects."""
+    """Runs a group's tests in a subprocess. `match`: expression for pytest's -k."""
     places = [_ROOT / "tests" / "adversary" / name for name in group.files]
     files = [str(place) for place in places if place.exists()]
     chosen = " or ".join(group.functions)
@@ -254,7 +254,7 @@ def run_group(group: Group, match: str = "") -> list[Case]:
 
 
 def rows_of(cases: Iterable[Case]) -> dict[str, Any]:
-    """Kind -> how it ended, for the file: of sandboxes by cause, backend and user."""
+    """Kind -> outcome, for the JSON file; sandbox attacks by cause, backend and user."""
     rows: dict[str, Any] = {}
     for case in cases:
         if case.backend:
@@ -266,7 +266,7 @@ def rows_of(cases: Iterable[Case]) -> dict[str, Any]:
 
 
 def print_cases(name: str, cases: Iterable[Case]) -> None:
-    """One line for each kind, and the words of what got through."""
+    """Prints one line per kind, and the messages of successful attacks."""
     print(f"\n{name}")
     for kind, found in rows_of(cases).items():
         shown = found if isinstance(found, str) else "; ".join(_short(k, v) for k, v in found.items())
@@ -306,7 +306,7 @@ def main() -> None:
         failed += [key for key in GROUPS[name].bad if figures.get(key)]
         measured |= figures
         rows[name] = rows_of(cases)
-    if arguments.json is not None:  # at once: a file that was written would make what follows dirty
+    if arguments.json is not None:  # in the end only: a changed file makes the commit of later results dirty
         merge_result(arguments.json, list(rows), measured, rows)
     if failed:
         sys.exit(f"got through: {', '.join(failed)}")

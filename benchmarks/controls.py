@@ -1,4 +1,4 @@
-"""Is it RL that helps? The same time, or the same sampled tokens, spent on something else.
+"""Is it RL that helps? Compares RL with other uses of the same time or the same sampled tokens.
 
     python benchmarks/controls.py --config configs/quickstart.toml        tunes, then runs what is missing
     python benchmarks/controls.py --seeds 3,4 --minutes 240               a part of it, on another night
@@ -6,13 +6,13 @@
 
 Each seed has a whole run of RL. Every control (controls_recipes.py) begins with that run's weights or
 configuration and is compared with it at equal wall time and, where it samples, at equal sampled tokens. RL
-and each control choose one of as many settings on the split `validation`, with a seed that is used for
-nothing else. All models then play the same held-out tasks of all families. Steps are counted out and no clock
-ends a run: how long a step of each takes is known from the runs that choose settings, by processor time.
+and each control choose among equally many settings on the split `validation`, with a seed used for nothing
+else. All models then play the same held-out tasks of all families. Runs end after a number of steps, not by a
+clock: the processor time per step is known from the tuning runs.
 
-Whatever is in the results file is not run again, nor is a run whose directory exists: a stopped script goes
-on where it was. Another machine or core goes on with a copy of the results file, and `--join` brings back
-what it measured; all of one seed belongs on one machine, because controls need the weights of its run.
+Results in the file are not measured again, and existing run directories are not run again: a stopped script
+resumes. Another machine or core can continue with a copy of the results file, and `--join` merges its
+results; all of one seed belongs on one machine, because controls need the weights of its run.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ TUNING_SEED = 1000
 
 @dataclass
 class Results:
-    """What was measured so far, in the file that is committed."""
+    """Results so far, stored in the committed results file."""
 
     path: Path
     peers: dict[str, Any]
     """`tuning`: recipe -> trials. `timing`: see Reference; of the first trial. `clusters`: suite -> the
-    cluster of each task. `runs`: seed -> recipe -> budget -> figures, and verdicts of each task: 1 solved, 0
+    cluster of each task. `runs`: seed -> recipe -> budget -> figures, and a verdict per task: 1 solved, 0
     failed, x voided."""
 
     @classmethod
@@ -65,8 +65,8 @@ class Results:
         """Writes everything; called after each run, so that a stopped script loses one run at most."""
         write_result(self.path, figures_of(self.peers), self.peers)
 
-    def join(self, others: Sequence[Path]) -> None:
-        """Takes up the trials, seeds and recipes of seeds that other files have and this one lacks."""
+    def merge(self, others: Sequence[Path]) -> None:
+        """Adds the trials, seeds and recipes of seeds that other files have and this one lacks."""
         for other in others:
             peers = Results.load(other).peers
             for recipe, trials in peers["tuning"].items():
@@ -79,14 +79,14 @@ class Results:
         self.save()
 
     def settings_of(self, recipe: Recipe) -> int:
-        """The number of the trial that solved most validation tasks: the first of equally good ones."""
+        """Index of the trial that solved most validation tasks; the first among equals."""
         solved = [trial["solved"] for trial in self.peers["tuning"][recipe.name]]
         return solved.index(max(solved))
 
     def pace_of(self, recipe: Recipe) -> Pace:
-        """A step of the recipe in steps of RL: the sampled tokens of each as it was tuned, and the time by
-        processor, which other programs hardly change, or by the wall where that was not measured. A step of
-        RL takes as long at any rate."""
+        """Cost of a recipe's step in RL steps: sampled tokens of each with its best settings, and processor
+        time, which other programs hardly affect, or wall time where that was not measured. An RL step is
+        assumed to take equally long at every learning rate."""
         ours, rl = (self.peers["tuning"][one.name][self.settings_of(one)] for one in (recipe, RL))
         if not ours["rl_steps"]:
             return Pace()
@@ -101,11 +101,11 @@ def _by_step(trial: Mapping[str, float], name: str) -> float:
 
 
 class OutOfTimeError(Exception):
-    """No further run may begin."""
+    """The script's time limit has passed: no further run may begin."""
 
 
 class Comparison:
-    """One sitting of the script."""
+    """One execution of the script: tuning and comparing."""
 
     def __init__(self, options: argparse.Namespace, results: Results) -> None:
         self._options, self._results = options, results
@@ -114,7 +114,7 @@ class Comparison:
         self._recipes = [recipe for recipe in (RL, *CONTROLS) if recipe.name in names]
 
     def run(self) -> None:
-        """Tunes and runs what is missing."""
+        """Tunes and compares everything that the results lack."""
         if not self._options.seeds:
             return
         self._tune()
@@ -122,7 +122,7 @@ class Comparison:
             self._compare(int(seed))
 
     def _tune(self) -> None:
-        """Every trial of each recipe: its share of solved validation tasks."""
+        """Runs every trial of each recipe and stores its share of solved validation tasks."""
         for recipe in self._recipes:
             trials = self._results.peers["tuning"].setdefault(recipe.name, [])
             for number in range(len(trials), min(self._options.trials, len(recipe.trials))):
@@ -136,7 +136,7 @@ class Comparison:
                 print(f"{recipe.name} {number}: {trials[-1]}", flush=True)
 
     def _compare(self, seed: int) -> None:
-        """RL and all controls from one seed."""
+        """Runs RL and all controls of one seed."""
         rows = self._results.peers["runs"].setdefault(str(seed), {})
         settings = RL.trials[self._results.settings_of(RL)]
         for recipe in self._recipes:
@@ -165,7 +165,7 @@ class Comparison:
         return reference
 
     def _row(self, reference: Reference, trained: Trained) -> dict[str, Any]:
-        """Figures of a model, where it was trained, and its verdicts."""
+        """A model's figures and verdicts, and the commit and machine of its training."""
         about = {"commit": commit(), "machine": describe_machine().get("cpu", "")}
         return trained.figures() | about | {"verdicts": self._judge(reference, trained.checkpoint, "heldout")}
 
@@ -188,7 +188,7 @@ class Comparison:
 
 
 def suites_of(reference: Reference, split: str) -> list[str]:
-    """That split of all families that a run trains on, and with `heldout` families that it never sees."""
+    """Suites of a split: all families that the run trains on; for `heldout` also families it never sees."""
     suites = [split, *(["heldout_family"] if split == "heldout" else [])]
     known = open_family(reference.run.config).splits
     return [suite for suite in suites if suite in known] + [
@@ -205,7 +205,7 @@ def main() -> None:
     options = parse_arguments()
     results = Results.load(options.json)
     if options.join:
-        results.join(options.join)
+        results.merge(options.join)
     if options.table is not None:
         put_table(options.table, "controls.py", table_of(results.peers))
         return

@@ -1,4 +1,4 @@
-"""What benchmarks/controls.py compares: RL, and other uses of the same time or the same sampled tokens."""
+"""The training recipes that benchmarks/controls.py compares: RL, and other uses of its time or tokens."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ _LIGHT = (
     *(f"evaluation.{name}=1" for name in EvaluationConfig.model_fields if name.startswith("num_")),
     "checkpoint.curve_every_steps=0",
 )
-"""Controls are judged by the script, and need no evaluation of their own."""
+"""Settings of controls: the script evaluates them, so their own evaluation is reduced."""
 _FEW = ("evaluation.num_tasks=96", "evaluation.num_family_tasks=1", "evaluation.num_repeated_tasks=1")
-"""RL's own evaluation is for its behaviour and for what masking does to it."""
+"""Settings of RL: its own evaluation only measures its behaviour and the effect of masked output."""
 _SECONDS = "seconds.txt"
-"""File of a checkpoint: how long its fine-tuning took."""
+"""File in a checkpoint: seconds of its fine-tuning."""
 _PROCESSOR = "processor_s.txt"
-"""File of a run: what it took of processors, in all sittings."""
+"""File in a run directory: its processor time over all sittings."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """What one step of a control takes, in steps of RL."""
+    """Cost of one step of a control, in RL steps."""
 
     seconds: float = 1.0
     sampled_tokens: float = 1.0
@@ -44,14 +44,14 @@ class Pace:
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """A model, and what it took after mid-training."""
+    """A trained model, and what its training after mid-training cost."""
 
     checkpoint: Path
     train_s: float = 0.0
     sampled_tokens: float = 0.0
     rl_steps: int = 0
     processor_s: float = 0.0
-    """Of a run that began with mid-trained weights, its sandboxes included; 0 where that was not measured."""
+    """Processor time of a run from mid-trained weights, including its sandboxes; 0: not measured."""
 
     def figures(self) -> dict[str, float]:
         names = ("train_s", "sampled_tokens", "rl_steps", "processor_s")
@@ -60,12 +60,12 @@ class Trained:
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """A finished run of RL."""
+    """A finished RL run, from which controls start and with which they are compared."""
 
     run: RunDirectory
     report: Mapping[str, Any]
     timing: Mapping[str, Any]
-    """`stages` and `throughput` of the report of a run on an idle machine: budgets of time follow from it."""
+    """`stages` and `throughput` from the report of a run on an idle machine; time budgets follow from it."""
 
     @property
     def trained(self) -> Trained:
@@ -74,7 +74,7 @@ class Reference:
 
     @property
     def behaviour(self) -> dict[str, Any]:
-        """From the run's report: tool calls per turn, and what it says of the family `observed`."""
+        """From the run's report: tool calls per turn, and the figures of the family `observed`."""
         when = {name: self.report.get(f"behaviour_{name}", {}) for name in ("before", "after")}
         found = {f"calls_per_turn_{name}": facts.get("calls_per_turn") for name, facts in when.items()}
         observed = self.report.get("families", {}).get("observed", {}).get("after", {})
@@ -82,23 +82,23 @@ class Reference:
         return found | {f"observed_{name}": observed[name] for name in names if name in observed}
 
     def beside(self, name: str, *changes: str) -> RunConfig:
-        """The run's configuration with changes, in a directory beside it."""
+        """The run's configuration with changes, for a run directory next to it."""
         names = (f'name="{self.run.name}-{name}"', f'runs_directory="{self.run.path.parent}"')
         return load_config(self.run.path / "config.toml", (*names, *_LIGHT, *changes))
 
     def after_midtraining(self, name: str, *changes: str) -> RunConfig:
-        """The same, which begins with the weights that RL began with."""
+        """As `beside`, starting from the mid-trained weights from which RL started."""
         return self.beside(name, f'initial_checkpoint="{self.run.checkpoints / MIDTRAINED}"', *changes)
 
 
 Train = Callable[[Reference, "Recipe", int, Pace], dict[str, Trained]]
-"""(run of RL, recipe, number of its settings, pace) -> budget (`wall`, `tokens`) -> model. Both budgets may
-name the same model; `tokens` is absent where nothing is sampled."""
+"""(RL run, recipe, index of its settings, pace) -> budget (`wall`, `tokens`) -> model. Both budgets may have
+the same model; `tokens` is absent where nothing is sampled."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """A way to spend the time."""
+    """A way to train a model within a budget."""
 
     name: str
     title: str
@@ -110,7 +110,7 @@ class Recipe:
 def begin_reference(
     config: Path, runs: Path, seed: int, settings: Sequence[str], timing: Mapping[str, Any] | None
 ) -> Reference:
-    """The run of RL with this seed: a whole run from nothing. Without `timing` it has its own."""
+    """The RL run with this seed: a whole run from random weights. Without `timing` it uses its own."""
     place = (f'name="seed-{seed}"', f'runs_directory="{runs}"', f"seed={seed}")
     run, report = _finish(load_config(config, (*place, *_FEW, *settings)))
     own = {name: report[name] for name in ("stages", "throughput")}
@@ -118,7 +118,7 @@ def begin_reference(
 
 
 def _finish(config: RunConfig) -> tuple[RunDirectory, dict[str, Any]]:
-    """A run and its report. One that was begun goes on, one that is finished is read."""
+    """Runs, resumes or reads the run of `config`: (run, report)."""
     directory = Path(config.runs_directory) / config.name
     exists = directory.exists()
     run = RunDirectory.open(directory) if exists else RunDirectory.create(config)
@@ -131,7 +131,7 @@ def _finish(config: RunConfig) -> tuple[RunDirectory, dict[str, Any]]:
 
 
 def _processor_s() -> float:
-    """Of this process and of those that it has waited for."""
+    """Processor time of this process and its finished children."""
     used = [resource.getrusage(which) for which in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(one.ru_utime + one.ru_stime for one in used)
 
@@ -155,8 +155,8 @@ def _num_sampled(groups: Sequence[Group]) -> float:
 
 
 def train_on_policy(reference: Reference, recipe: Recipe, number: int, pace: Pace) -> dict[str, Trained]:
-    """The loop of RL with other settings, from the weights that it began with: as many of its steps as take
-    the time of RL, and as many as sample the tokens of RL."""
+    """The RL loop with other settings, from the same initial weights: one model for as many steps as take
+    RL's time, one for as many as sample RL's tokens."""
     rl_steps, found = reference.report["rl_steps"], dict[str, Trained]()
     for budget, step in (("wall", pace.seconds), ("tokens", pace.sampled_tokens)):
         steps = max(1, round(rl_steps / step))
@@ -167,12 +167,12 @@ def train_on_policy(reference: Reference, recipe: Recipe, number: int, pace: Pac
 
 
 def train_rl(reference: Reference, recipe: Recipe, number: int, pace: Pace) -> dict[str, Trained]:
-    """RL with other settings; the first are those of the run itself."""
+    """RL with other settings; the first settings are those of the reference itself."""
     return {"wall": reference.trained} if number == 0 else train_on_policy(reference, recipe, number, pace)
 
 
 def train_midtraining(reference: Reference, recipe: Recipe, number: int, pace: Pace) -> dict[str, Trained]:
-    """From nothing, mid-training for the time of mid-training and RL together; the schedule is stretched."""
+    """Mid-training only, for the time of mid-training and RL together, with a stretched schedule."""
     stages, settings = reference.timing["stages"], reference.run.config.midtrain
     steps = round(settings.num_steps * (1.0 + stages["rl_s"] / stages["midtrain_s"]))
     changes = (f"midtrain.num_steps={steps}", "rl.num_steps=0", *recipe.trials[number])
@@ -181,8 +181,8 @@ def train_midtraining(reference: Reference, recipe: Recipe, number: int, pace: P
 
 
 def train_rejection_once(reference: Reference, recipe: Recipe, number: int, pace: Pace) -> dict[str, Trained]:
-    """Sessions of the weights that RL began with, then fine-tuning on those that were solved: half of RL's
-    time each; or as many sampled tokens as RL had, and as many trained ones."""
+    """Rejection fine-tuning: samples sessions with RL's initial weights and fine-tunes on the solved ones,
+    half of RL's time each; or with as many sampled and trained tokens as RL had."""
     rl, throughput = reference.trained, reference.timing["throughput"]
     steps = f"rl.num_steps={rl.rl_steps}"
     config = reference.after_midtraining("samples", steps, "rl.optimizer.learning_rate=0")
@@ -207,12 +207,12 @@ def train_rejection_once(reference: Reference, recipe: Recipe, number: int, pace
 
 
 def _num_within(costs: Sequence[float], budget: float) -> int:
-    """How many of the first costs fit into a budget, at least one."""
+    """Length of the longest prefix of `costs` that fits into the budget; at least 1."""
     return max(1, int(np.searchsorted(np.cumsum(costs), budget * (1 + 1e-9), side="right")))
 
 
 def solved_sessions(groups: Sequence[Group]) -> list[Document]:
-    """Every solved session; what the agent wrote counts."""
+    """Every solved session as a document; the loss covers the agent's tokens."""
     return [
         Document(segment.tokens, segment.sampled.astype(np.float32), segment.sampled)
         for group in groups
@@ -225,7 +225,7 @@ def solved_sessions(groups: Sequence[Group]) -> list[Document]:
 def fine_tune(
     source: Path, documents: Sequence[Document], config: RunConfig, num_tokens: float, directory: Path
 ) -> None:
-    """AdamW at RL's peak rate over so many tokens of the documents; saves a checkpoint with its tokenizer."""
+    """Fine-tunes with AdamW at RL's peak rate on `num_tokens` of the documents; saves a checkpoint."""
     began, model, midtrain = time.monotonic(), load_model(source), config.midtrain
     rates = {"matrix_optimizer": "adamw", "learning_rate": config.rl.optimizer.learning_rate}
     changes = {

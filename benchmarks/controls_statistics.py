@@ -1,7 +1,7 @@
-"""Figures and the table of benchmarks/controls.py, from the verdicts that its results file holds.
+"""Figures and the table of benchmarks/controls.py, from the verdicts in its results file.
 
-RL and a control are paired by seed and task, over all suites together. One bootstrap draws tasks of a family
-together, another all tasks of a seed, because a seed is one model. The interval is the wider of the two.
+RL and a control are paired by seed and task, over all suites together. One bootstrap resamples clusters of
+tasks (families), another whole seeds, because a seed is one model. The interval is the wider of the two.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Lead:
-    """By how much of the tasks RL solves more than a control."""
+    """Difference of the shares of tasks solved by RL and by a control, with its interval."""
 
     mean: float
     low: float
@@ -32,17 +32,17 @@ class Lead:
 
     @property
     def is_tie(self) -> bool:
-        """Whether the 95 % interval holds 0."""
+        """Whether the 95 % interval contains 0."""
         return self.low <= 0.0 <= self.high
 
     def text(self) -> str:
-        """In percent of the tasks; a tie is called one."""
+        """The lead in percentage points; a tie is marked as such."""
         figures = f"{100 * self.mean:+.1f} ({100 * self.low:+.1f} to {100 * self.high:+.1f})"
         return f"tie: {figures}" if self.is_tie else figures
 
 
 def lead_over(peers: Peers, recipe: Recipe, budget: str = "wall", mode: str = "sampled") -> Lead | None:
-    """Of all seeds that have both; None without any."""
+    """Lead of RL over a recipe, over all seeds that have both; None without any."""
     differences, families, seeds = list[float](), list[str](), list[str]()
     for seed, rows in peers["runs"].items():
         if RL.name not in rows or budget not in rows.get(recipe.name, {}):
@@ -63,20 +63,20 @@ def lead_over(peers: Peers, recipe: Recipe, budget: str = "wall", mode: str = "s
 
 
 def share_solved(verdicts: Mapping[str, Mapping[str, str]]) -> float:
-    """Of the tasks of all suites, at temperature 1; voided sessions are left out."""
+    """Share of solved tasks over all suites at temperature 1; voided sessions are left out."""
     signs = "".join(modes["sampled"] for modes in verdicts.values())
     return signs.count("1") / max(1, len(signs) - signs.count("x"))
 
 
 def mean_of(peers: Peers, name: str, figure: Callable[[Row], float | None]) -> float | None:
-    """A figure of a recipe, the mean of the seeds that have it; None without any."""
+    """Mean of a recipe's figure over the seeds that have it; None without any."""
     found = [figure(rows[name]) for rows in peers["runs"].values() if name in rows]
     present = [value for value in found if value is not None]
     return statistics.fmean(present) if present else None
 
 
 def figures_of(peers: Peers) -> Figures:
-    """Leads of RL with their intervals, in shares of tasks, and what RL itself came to.
+    """Leads of RL with their intervals, in shares of tasks, and RL's own results.
 
     The best control is the one that solves most at temperature 1 and equal wall time.
     """
@@ -127,7 +127,7 @@ def table_of(peers: Peers) -> str:
 
 
 def _caption(peers: Peers) -> str:
-    """What was measured, where and of which commits."""
+    """The table's caption: what was measured, machine and commits."""
     measured = [rows[RL.name]["wall"] for rows in peers["runs"].values() if RL.name in rows]
     found = {name: ", ".join(sorted({row[name] for row in measured})) for name in ("machine", "commit")}
     num_tasks = sum(len(modes["sampled"]) for modes in measured[0]["verdicts"].values())

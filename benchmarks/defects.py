@@ -1,12 +1,12 @@
-"""Claim: the fast suite has kept its power. Of the defects in defects.toml `make test` catches nearly all.
+"""Claim: the fast test suite detects mistakes: `make test` catches nearly all defects in defects.toml.
 
     python benchmarks/defects.py [--json FILE] [--name NAME]... [--whole]
 
-Each defect is put into a copy of this checkout, alone, and the tests where one would look first are run on
-it, without slow ones and on a PATH without the programs that `make test` does not need. With `--whole` the
-whole fast suite follows where those find nothing: minutes each. In the end all tests that caught something
-run on the copy without defects: one that fails there as well has caught nothing. Exit code 1 if fewer are
-caught than `LEAST_SHARE`.
+Each defect is put, alone, into a copy of this checkout, and the tests most likely to catch it are run there,
+without slow ones and on a PATH without the programs that `make test` does not need. With `--whole` the whole
+fast suite follows if those pass: minutes each. In the end all tests that caught a defect run on the copy
+without defects: one that fails there as well has caught nothing. Exit code 1 if a smaller share than
+`LEAST_SHARE` is caught.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from etude.observe import commit, describe_machine, versions
 
 LEAST_SHARE = 25 / 30
 TIMEOUT_S = 300.0
-"""For each place where one looks first."""
+"""Time limit for each of a defect's `tests`."""
 WHOLE_TIMEOUT_S = 3600.0
 HIDDEN = (
     *(
@@ -49,7 +49,7 @@ HIDDEN = (
     ),
     *("bwrap", "rg", "node", "nodejs", "npm", "npx", "mmdebstrap"),
 )
-"""Programs that `make test` does without."""
+"""Programs that `make test` does not need."""
 
 _CHECKOUT = Path(__file__).resolve().parents[1]
 _LIST = Path(__file__).with_suffix(".toml")
@@ -64,7 +64,7 @@ _PASSED, _NOTHING_CHOSEN = 0, 5
 
 @dataclass(frozen=True, slots=True)
 class Defect:
-    """One mistake. See defects.toml."""
+    """One planted mistake: a text replacement in a source file. See defects.toml."""
 
     name: str
     file: str
@@ -76,7 +76,7 @@ class Defect:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What became of one defect."""
+    """Whether and by which test a defect was caught."""
 
     name: str
     file: str
@@ -88,7 +88,7 @@ class Finding:
 
 
 def read_defects(path: Path = _LIST) -> list[Defect]:
-    """The list. Raises TypeError for unknown or missing fields, ValueError for a text that stands nowhere."""
+    """Reads the list. Raises TypeError for unknown or missing fields, ValueError if a text occurs not once."""
     rows = tomllib.loads(path.read_text(encoding="utf-8"))["defect"]
     defects = [Defect(**{**row, "tests": tuple(f"tests/{place}" for place in row["tests"])}) for row in rows]
     for one in defects:
@@ -99,19 +99,19 @@ def read_defects(path: Path = _LIST) -> list[Defect]:
 
 
 class Copy:
-    """A copy of the checkout in which tests run."""
+    """A copy of the checkout in which defects are planted and tests run."""
 
     def __init__(self, directory: Path, path: str) -> None:
-        """`path`: where its tests look for programs."""
+        """`path`: PATH of its tests."""
         self._path = path
         self.directory = directory / "checkout"
         shutil.copytree(_CHECKOUT, self.directory, ignore=_LEFT_OUT, symlinks=True)
-        directory.chmod(0o755)  # tests become plain users
+        directory.chmod(0o755)  # some tests run as plain users
         (self.directory / ".venv").symlink_to(_CHECKOUT / ".venv")
 
     @contextlib.contextmanager
-    def having(self, defect: Defect) -> Iterator[None]:
-        """Within it the copy has the defect."""
+    def planted(self, defect: Defect) -> Iterator[None]:
+        """Plants the defect for the duration of the block."""
         path = self.directory / _SOURCES / defect.file
         text, status = path.read_text(encoding="utf-8"), path.stat()
         path.write_text(text.replace(defect.old, defect.new), encoding="utf-8")
@@ -124,7 +124,7 @@ class Copy:
             )  # what was compiled meanwhile is older
 
     def failures(self, arguments: Sequence[str], timeout_s: float) -> list[str]:
-        """The tests that fail; none where they do not end in time, which a busy machine may be the reason of.
+        """The tests that fail; empty after a timeout, since a busy machine may be the reason.
 
         Raises RuntimeError if pytest fails.
         """
@@ -155,7 +155,7 @@ class Copy:
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """Ends pytest, where it has not ended, with all that it started in its process group."""
+    """Ends pytest, if it still runs, with its whole process group."""
     if process.poll() is not None:
         return
     for number in (signal.SIGTERM, signal.SIGKILL):
@@ -168,7 +168,7 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 @contextlib.contextmanager
 def hidden_programs() -> Iterator[str]:
-    """Within it there is a PATH without the programs of `HIDDEN`."""
+    """A PATH without the programs of `HIDDEN`, valid within the block."""
     keep = ["sh", "-c", 'echo "$PATH"; read -r _']
     with subprocess.Popen(
         [_CHECKOUT / ".ci/without", *HIDDEN, "--", *keep],
@@ -180,17 +180,17 @@ def hidden_programs() -> Iterator[str]:
         yield process.stdout.readline().strip()
 
 
-def look(copy: Copy, defect: Defect, *, whole: bool) -> Finding:
-    """Looks for a test that fails with a defect."""
+def find_failing_test(copy: Copy, defect: Defect, *, whole: bool) -> Finding:
+    """Runs tests until one fails with the defect. `whole`: at last the whole fast suite."""
     began = time.monotonic()
-    looks = [((place, *_FAST), TIMEOUT_S) for place in defect.tests]
+    selections = [((place, *_FAST), TIMEOUT_S) for place in defect.tests]
     if whole:
         workers = str(min(4, os.cpu_count() or 1))
         together = ("-n", workers, "--dist", "loadfile", "-m", "not slow and not alone")
-        looks += [(together, WHOLE_TIMEOUT_S), (("-m", "alone and not slow"), WHOLE_TIMEOUT_S)]
+        selections += [(together, WHOLE_TIMEOUT_S), (("-m", "alone and not slow"), WHOLE_TIMEOUT_S)]
     by = ""
-    with copy.having(defect):
-        for arguments, timeout_s in looks:
+    with copy.planted(defect):
+        for arguments, timeout_s in selections:
             if failed := copy.failures(("-x", *arguments), timeout_s):
                 by = failed[0]
                 break
@@ -198,7 +198,7 @@ def look(copy: Copy, defect: Defect, *, whole: bool) -> Finding:
 
 
 def without_false(copy: Copy, findings: Sequence[Finding]) -> list[Finding]:
-    """The findings, less those whose test fails on a copy without defects."""
+    """The findings; defects whose test also fails on a copy without defects count as not caught."""
     named = sorted({found.by for found in findings if found.caught})
     failed = copy.failures((*named, *_FAST), WHOLE_TIMEOUT_S) if named else []
     return [replace(one, caught=False, by="") if one.by in failed else one for one in findings]
@@ -220,7 +220,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="defects-") as directory, hidden_programs() as path:
         copy = Copy(Path(directory), path)
         for defect in defects:
-            found = look(copy, defect, whole=options.whole)
+            found = find_failing_test(copy, defect, whole=options.whole)
             findings.append(found)
             print(
                 f"{found.name:46s} {found.seconds:6.0f} s  {found.by or 'SURVIVES: ' + found.harm}",

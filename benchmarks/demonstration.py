@@ -5,8 +5,8 @@
                                                                                   └──> SFT for the same time
                                                                                        (each for every seed)
 
-All are commands of `etude`, each in a run directory or an evaluation of its own. What is there is continued
-or left alone, so that the same script goes on where it was stopped.
+All are commands of `etude`, each with a run directory or evaluation of its own. Unfinished runs are resumed
+and finished ones reused, so that a stopped script can be started again.
 """
 
 from __future__ import annotations
@@ -27,16 +27,15 @@ from etude.observe import RunDirectory, read_metrics
 CONFIG = Path(__file__).parents[1] / "configs" / "smollm2.toml"
 CHATS = "expert.jsonl"
 ROUND_STEPS = 120
-"""Steps of SFT in a round: with fewer the pass rate rises by less than 100 tasks can tell."""
+"""Steps of SFT in a round: with fewer the pass rate rises by less than 100 tasks can resolve."""
 PATIENCE = 2
-"""Rounds of SFT that do not raise the pass rate on `validation` before it ends."""
+"""SFT ends after this many rounds that do not raise the pass rate on `validation`."""
 SFT_SEED = 0
-"""Of the rounds of SFT, which all seeds go on from."""
+"""Seed of the SFT rounds, from whose best model all seeds start."""
 
 
 def find_best(rates: Sequence[float], most_rounds: int = 0) -> tuple[int, bool]:
-    """(the round of the highest pass rate, the first of equal ones; whether SFT has ended). 0: any number of
-    rounds."""
+    """(first round with the highest pass rate, whether SFT has ended). `most_rounds` 0: no limit."""
     best = rates.index(max(rates))
     return best, len(rates) == most_rounds or len(rates) - 1 - best >= PATIENCE
 
@@ -44,8 +43,8 @@ def find_best(rates: Sequence[float], most_rounds: int = 0) -> tuple[int, bool]:
 def well_formed_share(
     before: Sequence[SessionRow], control: Sequence[SessionRow], trained: Sequence[SessionRow]
 ) -> float:
-    """How much of the lead of `trained` over `control` lies in tasks whose session `before` had no malformed
-    call; 0 without a lead."""
+    """Share of the lead of `trained` over `control` that comes from tasks whose session `before` had no
+    malformed call; 0 without a lead."""
     passed = [{row.task: float(bool(row.passed)) for row in rows} for rows in (control, trained)]
     leads = {row.task: passed[1][row.task] - passed[0][row.task] for row in before}
     total = sum(leads.values())
@@ -55,22 +54,22 @@ def well_formed_share(
 
 @dataclass(frozen=True, slots=True)
 class Demonstration:
-    """One seed of it."""
+    """One seed of the demonstration."""
 
     config: ClassVar[Path] = CONFIG
     directory: Path
-    """Of everything: model, chats, runs, evaluations. Shared by seeds."""
+    """Directory of model, chats, runs and evaluations; shared by seeds."""
     gguf: Path
     seed: int
     settings: Sequence[str] = ()
-    """`KEY=VALUE`, of all runs."""
+    """`KEY=VALUE` overrides for all runs."""
     num_tasks: int = 200
     num_validation_tasks: int = 100
     most_rounds: int = 0
-    """Of SFT; 0: until it has stopped helping."""
+    """Most rounds of SFT; 0: until the pass rate no longer rises."""
     num_sessions: int = 15_000
     has_control: bool = True
-    """Whether SFT goes on for the time that RL took, for comparison."""
+    """Whether to continue SFT for as long as RL took, for comparison."""
 
     def measure(self) -> Figures:
         """Runs what is missing, and returns the figures."""
@@ -102,17 +101,17 @@ class Demonstration:
         }
 
     def prepare(self) -> Path:
-        """The imported model; the chats that it learns from lie beside it."""
+        """Imports the model and generates the SFT chats next to it; returns the model's directory."""
         base, chats = self.directory / "base", self.directory / CHATS
         if not base.exists():
-            self.ask("model", "import", self.gguf, base)
+            self.run_etude("model", "import", self.gguf, base)
         if not chats.exists():
             options = ("--config", self.config, "--flawless", "--count", self.num_sessions)
-            self.ask("tasks", "sessions", chats, *options)
+            self.run_etude("tasks", "sessions", chats, *options)
         return base
 
     def _tune(self, base: Path) -> tuple[list[float], RunDirectory]:
-        """The pass rate of each round, and the run of the best one."""
+        """SFT in rounds: (pass rate of each round, run of the best one)."""
         rounds: list[RunDirectory] = []
         rates: list[float] = []
         best, ended = 0, False
@@ -126,14 +125,14 @@ class Demonstration:
         return rates, rounds[best]
 
     def train(self, command: str, name: str, start: Path | RunDirectory, *settings: str) -> RunDirectory:
-        """The finished run of this name, begun or continued where it is not."""
+        """Starts or resumes the run of this name if it is not finished; returns it."""
         path = self.run_path(name)
         chosen = self.options(start, *settings, f'name="{path.name}"')
-        self.ask(command, *chosen, *(["--resume"] if path.exists() else []))
+        self.run_etude(command, *chosen, *(["--resume"] if path.exists() else []))
         return RunDirectory.open(path)
 
     def options(self, start: Path | RunDirectory, *settings: str) -> list[str]:
-        """What tells a command of `etude` to begin with the weights of `start`."""
+        """Command-line options of `etude` for a run from the weights of `start`."""
         chosen = [
             f"seed={self.seed}",
             *self.settings,
@@ -145,15 +144,15 @@ class Demonstration:
         return ["--config", str(self.config), *(part for setting in chosen for part in ("--set", setting))]
 
     def judge(self, run: RunDirectory, suite: str, num_tasks: int, samples: int = 1) -> EvaluationResult:
-        """So many sessions of each task at temperature 1. `suite`: a split, or a directory of tasks."""
+        """Evaluates `samples` sessions per task at temperature 1. `suite`: a split or a task directory."""
         out = self.directory / "evaluations" / f"{run.name}-{Path(suite).name}"
         options = ("--suite", suite, "--tasks", num_tasks, "--samples", samples)
         options = (*options, "--temperature", 1, "--out", out)
-        self.ask("eval", run.path, *options)
+        self.run_etude("eval", run.path, *options)
         return EvaluationResult.read(out)
 
     def _step_s(self, name: str) -> float:
-        """Wall seconds of a step of SFT."""
+        """Wall seconds per SFT step of a run."""
         rows = read_metrics(RunDirectory.open(self.run_path(name)).metrics_file)
         wall_s = {row["step"]: row["wall_s"] for row in rows if row["kind"] in ("heldout", "sft")}
         first, last = min(wall_s), max(row["step"] for row in rows if row["kind"] == "sft")
@@ -164,8 +163,8 @@ class Demonstration:
         """The directory of the run of this name."""
         return self.directory / "runs" / name
 
-    def ask(self, *words: Any) -> str:
-        """Runs a command of etude, and returns what it prints. Raises subprocess.CalledProcessError."""
+    def run_etude(self, *words: Any) -> str:
+        """Runs an etude command and returns its output. Raises subprocess.CalledProcessError."""
         self.directory.mkdir(parents=True, exist_ok=True)
         command = [str(Path(sys.executable).with_name("etude")), *map(str, words)]
         print("$ etude", *command[1:], flush=True)
@@ -177,19 +176,19 @@ def _final(run: RunDirectory) -> Path:
 
 
 def pass_rate(result: EvaluationResult) -> float:
-    """Of sampled sessions."""
+    """Pass rate of sampled sessions."""
     return float(result.modes["sampled"].figures["pass_rate"])
 
 
 def lead_of(before: EvaluationResult, after: EvaluationResult, name: str) -> Figures:
-    """By how much the pass rate rose on the same tasks, with its 95 % interval where there is one."""
+    """Rise of the pass rate on the same tasks, with its 95 % interval if there is one."""
     found = compare_results(before, after)["sampled"]["pass_rate"]
     low, high = found["ci95"] or (-1.0, 1.0)
     return {name: found["difference"], f"{name}_low": low, f"{name}_high": high}
 
 
 def table_of(results: Sequence[Figures]) -> str:
-    """The figures of several seeds, in Markdown."""
+    """The figures of several seeds as a Markdown table."""
     rows = [
         "| SFT | seed | before RL | after 30 steps of RL | gain | after SFT for the same time | RL's lead |",
         "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",

@@ -83,14 +83,14 @@ class MadeLearning(Demonstration):
         """The imported model; beside it the chats that it learns from, and the tasks of RL."""
         base, chats = self.directory / "base", self.directory / CHATS
         if not base.exists():
-            self.ask("model", "import", self.gguf, base)
+            self.run_etude("model", "import", self.gguf, base)
         for suite, tasks in zip((self._suite, self._others), self._choose(), strict=True):
             for task in (task for task in tasks if not (suite / task.name).exists()):
                 shutil.copytree(task, suite / task.name, symlinks=True)
         if not chats.exists():
             chosen = (f'tasks.directory="{self.tasks}"', *self.settings)
             options = ("--config", self.config, *(word for one in chosen for word in ("--set", one)))
-            self.ask("tasks", "sessions", chats, *options, "--count", self.num_sessions)
+            self.run_etude("tasks", "sessions", chats, *options, "--count", self.num_sessions)
         return base
 
     def options(self, start: Path | RunDirectory, *settings: str) -> list[str]:

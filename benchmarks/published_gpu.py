@@ -27,7 +27,7 @@ _LOOK_S = 0.5
 def measure_gpu(shown: Demonstration, sft_steps: int, rl_steps: int) -> Figures:
     """Runs what is missing of SFT and RL, and returns the figures of RL."""
     tuned = shown.train("sft", f"gpu-sft-{shown.seed}", shown.prepare(), f"sft.num_steps={sft_steps}")
-    planned = json.loads(shown.ask("plan", "--json", *shown.options(tuned)))
+    planned = json.loads(shown.run_etude("plan", "--json", *shown.options(tuned)))
     with watch_memory() as seen:
         trained = shown.train("train", f"gpu-rl-{shown.seed}", tuned, f"rl.num_steps={rl_steps}")
     figures = summarize_rows(read_metrics(trained.metrics_file))

@@ -96,7 +96,7 @@ def test_files_of_other_machines_bring_their_seeds(tmp_path: Path) -> None:
     results.peers["runs"]["0"] = {"rl": results.peers["runs"]["0"]["rl"]}
     other.peers["tuning"]["rl"] = other.peers["tuning"]["rl"] * 2
     other.save()
-    results.join([other.path])
+    results.merge([other.path])
     joined = controls.Results.load(results.path).peers
     assert set(joined["runs"]) == {"0", "1"}
     assert share_solved(joined["runs"]["0"]["rl"]["wall"]["verdicts"]) == 1.0, "its own stays"

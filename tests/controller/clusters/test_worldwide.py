@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("fastapi", reason="needs etude[serve]")
 
-from benchmarks.clusters import Link, Model, Disturbances, play
+from benchmarks.clusters import Disturbances, Link, Model, play
 
 from tests.controller.clusters.long_link import LongLink
 from tests.controller.clusters.namespaces import missing
