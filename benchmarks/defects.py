@@ -88,7 +88,7 @@ class Finding:
 
 
 def read_defects(path: Path = _LIST) -> list[Defect]:
-    """Reads the list. Raises TypeError for unknown or missing fields, ValueError if a text occurs not once."""
+    """Reads the list. Raises TypeError for unknown or missing fields, ValueError unless `old` occurs once."""
     rows = tomllib.loads(path.read_text(encoding="utf-8"))["defect"]
     defects = [Defect(**{**row, "tests": tuple(f"tests/{place}" for place in row["tests"])}) for row in rows]
     for one in defects:

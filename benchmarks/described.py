@@ -1,9 +1,9 @@
-"""A family of tasks in which the place must be found: many files, and an instruction that names none of them.
+"""A family of tasks that test code search: many files, and an instruction that names none of them.
 
-A function of the quickstart's generator lacks a `return`; no visible test shows it, and the instruction says
-in other words than its docstring what it should do. The bug is always that, so that what is learnt and
-measured is to find the place. The scripted expert finds it by `semantic_search` where that is offered, else
-by `grep` with the longest piece of the instruction that stands in the docstring.
+A function of the quickstart's generator lacks a `return`; no visible test shows it, and the instruction
+paraphrases its docstring. The bug is always the same kind, so that finding the function is what is learnt and
+measured. The scripted expert finds it by `semantic_search` where that tool is offered, else by `grep` with
+the longest text that instruction and docstring share.
 
     tasks.family = "described:Described", tasks.options.num_files = 24
 """
@@ -52,7 +52,7 @@ from etude_quickstart.sessions import play_script
 NUM_FILES = 24
 _SEEDS = {"heldout": 1_018, "validation": 1_019}
 _VARIANTS = 6
-"""Functions of each name that are not broken: repositories share them, and so their vectors."""
+"""Correct functions of each name: repositories share them, and so their embedding vectors."""
 _NUM_TESTED = 3
 _NUM_HITS = "2"
 _CHUNK = 200
@@ -73,7 +73,7 @@ _LINE = re.compile(r"\d+\t(.*)")
 
 
 def describe(docstring: str) -> str:
-    """The docstring in other words; numbers and names stay."""
+    """Paraphrases the docstring; numbers and names stay."""
     return _PHRASE.sub(lambda match: _WORDS[match[0]], docstring.lower())
 
 
@@ -83,7 +83,7 @@ def _whole(split: Split, name: str, variant: int) -> tuple[FunctionSpec, Cases]:
 
 
 def make_task(seed: int, split: Split, number: int, num_files: int) -> Task:
-    """Always the same for its arguments."""
+    """The task with this number; a pure function of its arguments."""
     rng = Random(f"described/{seed}/{split}/{number}")
     names = rng.sample(NAMES, num_files)
     broken = TaskGenerator(seed, split).broken("missing_return", names[:1], 1, rng)
@@ -105,7 +105,7 @@ def make_task(seed: int, split: Split, number: int, num_files: int) -> Task:
 
 
 class Finder:
-    """Finds the function, fixes it, finishes. It knows the fix, not what a search shows."""
+    """Scripted author: finds the function, fixes it, finishes. It knows the fix, but not the file."""
 
     def __init__(self, task: Task, *, searches: bool) -> None:
         self._fix = ReferenceFix(task)
@@ -138,13 +138,13 @@ class Finder:
             end = min((number for number in heads if number > here[0]), default=len(lines))
             shown = lines[here[0] + 1 : end]
         text = [match[1] for match in map(_LINE.fullmatch, shown) if match]
-        if text != self._fix.broken:  # seen in part, or its place alone
+        if text != self._fix.broken:  # the result shows a part of the function, or only its position
             return ToolCall("read_file", {"path": path})
         return as_call(self._fix.right_edit(text), text, by_text=False)
 
 
 def _shared_pieces(words: str, source: Sequence[str]) -> list[str]:
-    """What stands in both, the longest first: up to three patterns for `grep`."""
+    """Up to three texts that both contain, the longest first: patterns for `grep`."""
     docstring = next(line for line in source if '"""' in line).strip().strip('"').rstrip(".").split()
     mine = words.rstrip(".").split()
     blocks = SequenceMatcher(None, mine, docstring, autojunk=False).get_matching_blocks()
@@ -153,7 +153,7 @@ def _shared_pieces(words: str, source: Sequence[str]) -> list[str]:
 
 
 class Described(BugFixes):
-    """See the module."""
+    """The family. See the module."""
 
     splits = tuple(_SEEDS)
 
@@ -184,7 +184,7 @@ class Described(BugFixes):
         return train_tokenizer(texts, self.config.tokenizer.vocab_size, controls)
 
     def documents(self, renderer: Renderer, observer: Observer) -> list[Document]:
-        """Sessions of both kinds, half and half, each with the tools that it was offered; and plain code."""
+        """Sessions with and without `semantic_search`, half each, with the tools offered; and plain code."""
         config, half = self.config, self.config.midtrain.num_sessions // 2
         plain = config.agent.model_copy(update={"index": "grep"})
         documents: list[Document] = []

@@ -1,13 +1,13 @@
-"""What drafts are worth: tokens per second of one session with and without them.
+"""Speed-up by speculative drafts: tokens per second of one session with and without them.
 
     python benchmarks/drafts.py CHECKPOINT --text FILE ... [--json FILE]
 
 CHECKPOINT has layers for multi-token prediction (`etude pretrain --set pretrain.drafts.num_layers=2`).
-Prompts are cut from FILEs, which should not be among what it was trained on. Every way of drafting plays the
-same prompts with the same noise, one after the other in each round; native kernels must sample the same
-tokens. A way that is `always` drafts whether it pays or not; the others are the engine's, which finds out.
-Seconds are the thread's own on a processor, so that a busy machine counts less; a ratio is the median of the
-rounds'. `--untrained` shuffles the prompts and gives the draft layers random weights: drafts at their worst.
+Prompts are cut from FILEs, which should not be part of its training data. Every drafting mode plays the same
+prompts with the same noise, one after the other in each round; native kernels must sample the same tokens. A
+mode named `always` drafts unconditionally; in the others the engine measures whether drafts pay. Seconds are
+processor time of the thread, so that a busy machine matters less; a ratio is the median over rounds.
+`--untrained` shuffles the prompts and randomises the draft layers: the worst case.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ Drafts = NgramLookup | MtpDrafts | None
 
 @dataclass
 class Row:
-    """One way of drafting at one temperature."""
+    """Results of one drafting mode at one temperature."""
 
     kernels: str
     temperature: float
     drafts: str
     tokens_per_s: float
     ratio: float
-    """Of tokens per second, to those without drafts."""
+    """Tokens per second over those without drafts."""
     tokens_per_step: float
     accepted: float
-    """Share of the drafted tokens that stood; 0 without drafts."""
+    """Share of drafted tokens that were accepted; 0 without drafts."""
 
 
 def main() -> None:
@@ -99,13 +99,13 @@ def measure(
     kernels: Kernels,
     temperature: float,
 ) -> list[Row]:
-    """All ways of drafting, in turn in each round; the first round is not counted."""
+    """Measures all drafting modes, in turn in each round; the first round is not counted."""
     ways: dict[str, Drafts] = {"none": None}
     for kind, most in (("ngram", 4), ("mtp", 1), ("mtp", 2)):
         drafts = choose_drafts(kind, most, arguments.checkpoint)
         assert drafts is not None
         if arguments.untrained and isinstance(drafts, MtpDrafts):
-            unlearn(drafts.layers)
+            randomise(drafts.layers)
         ways[f"{kind} {most}"] = drafts
         ways[f"{kind} {most} always"] = replace(drafts, adaptive=False)
     longest = arguments.prompt + arguments.output + 1
@@ -138,8 +138,8 @@ def measure(
 
 
 @torch.no_grad()
-def unlearn(layers: DraftLayers) -> None:
-    """Gives all matrices other values, of the size that they had."""
+def randomise(layers: DraftLayers) -> None:
+    """Replaces the values of all matrices by random ones of the same scale."""
     generator = torch.Generator().manual_seed(0)
     for parameter in layers.parameters():
         if parameter.ndim > 1:
@@ -147,7 +147,7 @@ def unlearn(layers: DraftLayers) -> None:
 
 
 def make_engine(model: LanguageModel, kernels: Kernels, max_tokens: int, drafts: Drafts) -> Engine:
-    """One session's, with one thread."""
+    """An engine for one session, on one thread."""
     engine = Engine(model.config, model.vocab_size, 1, max_tokens, kernels=kernels, drafts=drafts)
     engine.stage(VERSION, {name: one.detach() for name, one in model.named_parameters()})
     engine.activate(VERSION)
@@ -157,7 +157,7 @@ def make_engine(model: LanguageModel, kernels: Kernels, max_tokens: int, drafts:
 def play(
     engine: Engine, prompts: list[NDArray[np.int32]], output: int, temperature: float, round_number: int
 ) -> tuple[float, list[list[int]]]:
-    """Seconds from each prompt's first token to its last, summed; what was sampled."""
+    """(seconds from first to last sampled token, summed over prompts; sampled tokens of each prompt)."""
     took_s, said = 0.0, list[list[int]]()
     for number, prompt in enumerate(prompts):
         params = SamplingParams(max_tokens=output, temperature=temperature)

@@ -1,10 +1,10 @@
-"""A rollout pool that borrows a replica from users: what the run gains, and what users notice.
+"""A rollout pool that borrows a serving replica: the run's gain in throughput, and the effect on users.
 
 python benchmarks/elastic.py [--seconds S] [--recalls N] [--json FILE]
 
-Simulated engines: each has a fixed number of slots, and takes a fixed time for a token, so that engines side
-by side cost this machine next to nothing. All else is real: router, servers, HTTP, loans, the fleet.
-Then recalls of a real `etude serve` with a small model, while it samples rollouts.
+Simulated engines: each has a fixed number of slots and takes a fixed time per token, so that several engines
+hardly load this machine. All else is real: router, servers, HTTP, loans, the fleet. Then recalls of a real
+`etude serve` with a small model while it samples rollouts.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ from etude.records import PolicyVersion, SampleChunk, SampleRequest, Scores, Wei
 SLOTS = 16
 TOKEN_S = 0.004
 STAGE_S = 0.05
-"""A version's copy beside the current one."""
+"""Time to stage a new weight version next to the current one."""
 SESSIONS = 64
 MESSAGES = 3
 USERS = WorkloadShape(
@@ -72,20 +72,20 @@ USERS = WorkloadShape(
     output_tokens=LogNormal(30, 120),
 )
 USERS_PER_S = 2.0
-"""Sessions that come: what one replica answers without a queue."""
+"""Arrival rate of user sessions: one replica serves it without a queue."""
 CONTEXT = 4000
 
 
 @dataclass(eq=False)
 class PacedEngine:
-    """A Sampler and WeightSink of fixed speed, whatever the machine."""
+    """A Sampler and WeightSink of fixed speed, independent of the machine."""
 
     slots: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(SLOTS))
     version: PolicyVersion | None = None
     staged: PolicyVersion | None = None
     ended: set[str] = field(default_factory=set[str])
     sampled: Counter[str] = field(default_factory=Counter[str])
-    """Tokens by lineage of the weights."""
+    """Lineage of the weights -> tokens sampled."""
 
     def open(self, session_id: str, beside: str | None = None) -> None:
         """See Sampler.open."""
@@ -98,7 +98,7 @@ class PacedEngine:
         self.ended.add(request_id)
 
     async def stream(self, request: SampleRequest) -> AsyncIterator[SampleChunk]:
-        """Tokens at their pace; all at the end unless the request streams."""
+        """See Sampler.stream: one chunk per token at a fixed pace, or one in the end unless `streaming`."""
         num, held = 0, 0
         async with self.slots:
             while num < request.params.max_tokens and request.id not in self.ended:
@@ -124,7 +124,7 @@ class PacedEngine:
         return Scores(np.zeros(len(tokens), dtype=np.float32), version)
 
     def fetch(self, manifest: WeightManifest) -> dict[str, Tensor]:
-        """None."""
+        """Returns no tensors."""
         return {}
 
     async def stage(self, manifest: WeightManifest, tensors: Mapping[str, Tensor] | None = None) -> None:
@@ -142,12 +142,12 @@ class PacedEngine:
         return self.version
 
     def usage(self) -> dict[str, float]:
-        """Nothing is counted."""
+        """No counts."""
         return {}
 
 
 class PacedPart:
-    """The run's own engine process, as its fleet calls it."""
+    """The run's own engine process, with the interface that its fleet calls."""
 
     def __init__(self, build: Build) -> None:
         self._build, self._engine = build, PacedEngine()
@@ -180,13 +180,13 @@ class PacedPart:
 
 
 def manifest_of(lineage: str, step: int) -> WeightManifest:
-    """Of weights that there are not."""
+    """A manifest without files: simulated engines have no weights."""
     return WeightManifest(PolicyVersion(lineage, step, f"{lineage}-{step}"), (), f"memory:{lineage}/{step}")
 
 
 @contextlib.asynccontextmanager
 async def paced_server(build: Build) -> AsyncIterator[tuple[str, PacedEngine]]:
-    """A replica over a paced engine: its address, and the engine."""
+    """A replica over a paced engine: (address, engine)."""
     engine, home = PacedEngine(), manifest_of("served", 0)
     await engine.stage(home)
     await engine.activate(home.version)
@@ -205,14 +205,14 @@ async def paced_server(build: Build) -> AsyncIterator[tuple[str, PacedEngine]]:
 
 @dataclass(eq=False)
 class Rollouts:
-    """Sessions of a run, one after the other in each of its places."""
+    """Plays a run's sessions, one after the other in each of several slots."""
 
     fleet: EngineFleet
     done: int = 0
     versions: set[str] = field(default_factory=set[str])
 
     async def play(self, place: int) -> None:
-        """Plays sessions until it is cancelled."""
+        """Plays the sessions of one slot until it is cancelled."""
         random, number = Random(place), 0
         while True:
             session = f"s{place}-{number}"
@@ -255,8 +255,8 @@ async def pool_of_a_run(router: str, build: Build, tokenizer: str) -> AsyncItera
     await fleet.shutdown()
 
 
-async def phase(name: str, router: str, rollouts: Rollouts, seconds: float, seed: int) -> Figures:
-    """Trajectories a second, and what users saw, over some time."""
+async def measure_phase(name: str, router: str, rollouts: Rollouts, seconds: float, seed: int) -> Figures:
+    """Trajectories per second and user latencies over a period."""
     target = HttpTarget(router, "tiny")
     await target.calibrate()
     began, done = time.perf_counter(), rollouts.done
@@ -266,17 +266,17 @@ async def phase(name: str, router: str, rollouts: Rollouts, seconds: float, seed
     await target.close()
     return {
         f"trajectories_per_s_{name}": (rollouts.done - done) / elapsed,
-        **users(name, records),
+        **user_figures(name, records),
     }
 
 
 def asdict_shape(shape: WorkloadShape) -> dict[str, Any]:
-    """Its fields, as they are."""
+    """Field name -> value, not recursive."""
     return {one: getattr(shape, one) for one in shape.__dataclass_fields__}
 
 
-def users(name: str, records: Sequence[TurnRecord]) -> Figures:
-    """What users saw."""
+def user_figures(name: str, records: Sequence[TurnRecord]) -> Figures:
+    """Latencies and errors of users' requests."""
     report = summarise(records)
     return {
         f"users_p50_ms_{name}": report.latency.p50 * 1e3,
@@ -286,8 +286,8 @@ def users(name: str, records: Sequence[TurnRecord]) -> Figures:
     }
 
 
-async def simulated(seconds: float, recalls: int) -> Figures:
-    """Phases alone, lent and returned; then recalls."""
+async def measure_simulated(seconds: float, recalls: int) -> Figures:
+    """Three phases (replica not lent, lent, returned), and recalls before the last."""
     build, figures = Build.here(ModelConfig()), Figures()
     proxy = Proxy(RouterConfig(health=HealthCheckConfig(interval_s=0.2)), ADMIN)
     async with paced_server(build) as (first, _), paced_server(build) as (second, borrowed):
@@ -298,13 +298,13 @@ async def simulated(seconds: float, recalls: int) -> Figures:
             pool_of_a_run(router, build, qwen_model().tokenizer.digest) as (pool, fleet),
             httpx.AsyncClient(base_url=router, timeout=60.0, trust_env=False) as http,
         ):
-            await until(lambda: sum(one.ready for one in proxy.router.replicas.values()) == 2)
+            await wait_until(lambda: sum(one.ready for one in proxy.router.replicas.values()) == 2)
             rollouts = Rollouts(fleet)
             playing = [asyncio.create_task(rollouts.play(place)) for place in range(SESSIONS)]
-            figures |= await phase("alone", router, rollouts, seconds, 1)
+            figures |= await measure_phase("alone", router, rollouts, seconds, 1)
             await http.post(f"/router/replicas/{name}/lend", json={"pool": "rollout"})
-            await until(lambda: pool.num_lent == 1)
-            figures |= await phase("lent", router, rollouts, seconds, 2)
+            await wait_until(lambda: pool.num_lent == 1)
+            figures |= await measure_phase("lent", router, rollouts, seconds, 2)
             times: list[float] = []
             for number in range(recalls):
                 await asyncio.sleep(0.5)
@@ -312,10 +312,10 @@ async def simulated(seconds: float, recalls: int) -> Figures:
                 times.append(await first_user_token(second))
                 await recalling
                 if number + 1 < recalls:
-                    await until(lambda: pool.num_lent == 0)
+                    await wait_until(lambda: pool.num_lent == 0)
                     await http.post(f"/router/replicas/{name}/lend", json={"pool": "rollout"})
-                    await until(lambda: pool.num_lent == 1)
-            figures |= await phase("returned", router, rollouts, seconds, 3)
+                    await wait_until(lambda: pool.num_lent == 1)
+            figures |= await measure_phase("returned", router, rollouts, seconds, 3)
             for task in playing:
                 task.cancel()
             await asyncio.gather(*playing, return_exceptions=True)
@@ -328,7 +328,7 @@ async def simulated(seconds: float, recalls: int) -> Figures:
 
 
 async def first_user_token(url: str) -> float:
-    """Seconds until a user who asks this replica, again and again, gets a token."""
+    """Seconds until a user who keeps retrying at this replica gets a token."""
     began = time.perf_counter()
     async with httpx.AsyncClient(base_url=url, timeout=60.0, trust_env=False) as http:
         while True:
@@ -341,15 +341,15 @@ async def first_user_token(url: str) -> float:
             await asyncio.sleep(0.002)
 
 
-async def until(holds: Any) -> None:
-    """Waits for a condition."""
+async def wait_until(holds: Any) -> None:
+    """Polls a condition until it holds. Raises TimeoutError after a minute."""
     async with asyncio.timeout(60.0):
-        while not holds():  # noqa: ASYNC110 (nobody tells of it)
+        while not holds():  # noqa: ASYNC110 (there is no event for it)
             await asyncio.sleep(0.005)
 
 
-async def recalled(url: str, store: str, manifest: WeightManifest, number: int) -> float:
-    """Seconds from one recall of a real replica, which samples eight rollouts, to a user's first token."""
+async def recall_s(url: str, store: str, manifest: WeightManifest, number: int) -> float:
+    """Seconds from the recall of a real replica that samples eight rollouts to a user's first token."""
     headers = {"authorization": f"Bearer {ADMIN}"}
     async with httpx.AsyncClient(base_url=url, headers=headers, timeout=60.0, trust_env=False) as http:
         lent = await http.post("/admin/loan", json={"borrower": "run", "lease_s": 30.0})
@@ -371,8 +371,8 @@ async def recalled(url: str, store: str, manifest: WeightManifest, number: int) 
     return elapsed
 
 
-def real(recalls: int) -> Figures:
-    """The same with a real server, by itself."""
+def measure_real_server(recalls: int) -> Figures:
+    """Recall times of a real server without a router."""
     with tempfile.TemporaryDirectory() as directory:
         root = Path(directory)
         token = root / "token"
@@ -383,10 +383,10 @@ def real(recalls: int) -> Figures:
         options = ("--admin-token-file", str(token), "--kernels", "eager")
         with serve_process(write_checkpoint(root / "model"), *options) as served:
 
-            async def all_of_them() -> list[float]:
-                return [await recalled(served.url, store.url, manifest, n) for n in range(recalls)]
+            async def measure_all() -> list[float]:
+                return [await recall_s(served.url, store.url, manifest, n) for n in range(recalls)]
 
-            times = asyncio.run(all_of_them())
+            times = asyncio.run(measure_all())
         store.close()
     return {
         "recall_to_first_token_ms": statistics.median(times) * 1e3,
@@ -403,7 +403,8 @@ def main() -> None:
     parser.add_argument("--recalls", type=int, default=10)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    figures = asyncio.run(simulated(options.seconds, options.recalls)) | real(options.recalls)
+    figures = asyncio.run(measure_simulated(options.seconds, options.recalls))
+    figures |= measure_real_server(options.recalls)
     print_table("A replica lent to a run, and recalled", figures)
     if options.json is not None:
         write_result(options.json, figures, {})

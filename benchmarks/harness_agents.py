@@ -1,4 +1,4 @@
-"""Agents of the package indexes for foreign_harness.py: how each is started, and chats that show its form.
+"""Published agents for foreign_harness.py: how each is started, and training chats in its format.
 
 mini    mini-swe-agent 2.4.6, with a command in its message's text (Python, OpenAI's chat completions)
 claude  Claude Code, with its own tools (a program of npm's, Anthropic's messages)
@@ -28,29 +28,29 @@ Chat = dict[str, Any]
 
 
 class HarnessAgent(ABC):
-    """An agent that is installed in a directory."""
+    """An agent installed in a directory."""
 
     max_tokens: ClassVar[int]
-    """Of a session's context."""
+    """Limit of a session's context."""
     max_message_tokens: ClassVar[int]
     vocab_size: ClassVar[int]
     memory_bytes: ClassVar[int] = 512 << 20
-    """Of a sandbox."""
+    """Memory limit of a sandbox."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory.resolve()
 
     @abstractmethod
     def command(self) -> str:
-        """What `etude train --harness` is given."""
+        """The command for `etude train --harness`."""
 
     @abstractmethod
     def chat(self, instruction: str, command: str) -> Chat:
-        """A session of one command."""
+        """A training chat: a session of one command."""
 
 
 class MiniSweAgent(HarnessAgent):
-    """With commands in its messages' text and prompts that a small model has room for."""
+    """mini-swe-agent: commands in the message text, and prompts short enough for a small model."""
 
     max_tokens, max_message_tokens, vocab_size = 512, 48, 420
     variables: ClassVar = {
@@ -87,17 +87,17 @@ class MiniSweAgent(HarnessAgent):
 
 
 class AgentWithTools(HarnessAgent):
-    """With its own tools, which are announced to the model: chats show them as the agent sends them."""
+    """An agent that sends tool definitions to the model: chats contain them as the agent sends them."""
 
     dialect: ClassVar[Dialect]
     tool: ClassVar[str]
-    """Its tool for commands."""
+    """Name of its tool for shell commands."""
     result: ClassVar[str]
-    """What that returns of a command without output."""
+    """The tool's result for a command without output."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)
-        self._request = self._ask()
+        self._request = self._record_request()
 
     def chat(self, instruction: str, command: str) -> Chat:
         opening, *said = self.dialect.read(self._request).messages
@@ -116,12 +116,12 @@ class AgentWithTools(HarnessAgent):
         ]
         return {"messages": messages, "tools": [tool.function_schema() for tool in opening.tools]}
 
-    def _ask(self) -> Chat:
-        """Its first request, which an endpoint without a model refuses."""
-        with _Refusing() as endpoint, tempfile.TemporaryDirectory() as home:
+    def _record_request(self) -> Chat:
+        """The agent's first request, recorded by an endpoint that refuses it."""
+        with _RecordingEndpoint() as endpoint, tempfile.TemporaryDirectory() as home:
             variables = {"ANTHROPIC_BASE_URL": endpoint.url, "OPENAI_BASE_URL": f"{endpoint.url}/v1"}
             variables |= {"ANTHROPIC_API_KEY": "unused", "OPENAI_API_KEY": "unused", "HOME": home}
-            # As root Claude Code wants to be assured that it runs in a sandbox.
+            # Claude Code runs as root only if this says that it is in a sandbox.
             run = {
                 "env": os.environ | variables | {"IS_SANDBOX": "1"},
                 "cwd": home,
@@ -133,7 +133,7 @@ class AgentWithTools(HarnessAgent):
 
 
 class ClaudeCode(AgentWithTools):
-    """With three of its tools and a short system prompt, which leave some 1,200 tokens to read."""
+    """Claude Code with three of its tools and a short system prompt: about 1,200 prompt tokens."""
 
     max_tokens, max_message_tokens, vocab_size = 4096, 96, 2048
     memory_bytes = 1 << 30
@@ -148,8 +148,8 @@ class ClaudeCode(AgentWithTools):
 
 
 class Pi(AgentWithTools):
-    """With its tool for commands alone and a short system prompt. Its endpoint is in a file, with a context
-    that is too large to be compacted."""
+    """pi with only its tool for shell commands and a short system prompt. A file names its endpoint, with a
+    context window so large that it never compacts the conversation."""
 
     max_tokens, max_message_tokens, vocab_size = 1024, 96, 1024
     memory_bytes = 1 << 30
@@ -172,8 +172,8 @@ class _Endpoint:
     requests: list[Chat]
 
 
-class _Refusing:
-    """An endpoint on loopback that keeps the bodies of requests, and refuses them."""
+class _RecordingEndpoint:
+    """An endpoint on loopback that records the bodies of requests and refuses them with status 400."""
 
     def __enter__(self) -> _Endpoint:
         kept: list[Chat] = []

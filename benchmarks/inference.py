@@ -1,15 +1,15 @@
-"""Our engine beside its peers on agent sessions, and what it does alone.
+"""Our inference engine against its peers on agent sessions, and measurements of our engine alone.
 
     python benchmarks/inference.py [--only ours,vllm] [--scenarios moe,dense,large] [--parts peers,own,router]
                                    [--choices FILE] [--rounds 3] [--slow-turns N] [--coefficients FILE]
                                    [--quick] [--json FILE]
 
-Every peer is a process that has the same checkpoint loaded; in each round all of them play the same new
-workload one after the other (A B C, B C A, ...), and a ratio is the median of the ratios round by round.
-Lengths are forced. Peers choose the likeliest token and return tokens only, which is the least work; ours
-samples at temperature 1 with log-probabilities and routes. Each peer's settings are tried first, and its
-fastest kept. `--slow-turns N`: transformers, which needs minutes, plays the first N turns of sessions of its
-own, and so does ours for that comparison.
+Every peer is a process with the same checkpoint loaded; in each round all of them play the same new workload
+one after the other (A B C, B C A, ...), and a ratio is the median of the ratios of the rounds. Lengths are
+forced. Peers choose the likeliest token and return only tokens, which is the least work; ours samples at
+temperature 1 with log-probabilities and routes. Each peer's settings are tried first, and its fastest are
+used. `--slow-turns N`: transformers, which needs minutes, plays only the first N turns of separate sessions,
+and so does ours for that comparison.
 """
 
 from __future__ import annotations
@@ -41,34 +41,34 @@ from inference_peers import PEERS, PeerFailedError, Played, Variant, Worker, var
 from inference_work import Scenario, longest_tokens, scenarios
 
 _CHOOSING, _WARMING = 0, 1
-"""Seeds of workloads that do not count; rounds have those that follow."""
+"""Seeds of uncounted workloads, for choosing settings and for warming up; the rounds use the next ones."""
 _SHORT = 1000
-"""Added to the seeds of workloads for slow peers."""
+"""Offset of the seeds of workloads for slow peers."""
 _SLOW = ("transformers_generate", "transformers_continuous")
 _SMALL = ("moe", "dense")
 
 
 @dataclass(slots=True)
-class Standing:
-    """One peer on one scenario."""
+class PeerResult:
+    """Results of one peer on one scenario."""
 
     variant: str = ""
     absent: str = ""
-    """Why it has no figures."""
+    """Why it has no results; empty if it has."""
     tried_s: dict[str, float] = field(default_factory=dict)
-    """Seconds of each setting that was tried."""
+    """Setting -> seconds of its trial."""
     rounds: list[Played] = field(default_factory=list)
     short_rounds: list[Played] = field(default_factory=list)
-    """Of ours: the workload of slow peers, where that is another one."""
+    """Our engine's rounds on the workload of slow peers, if that is a separate one."""
 
 
-class Contest:
-    """All peers on one scenario."""
+class PeerComparison:
+    """Measures all peers on one scenario."""
 
     def __init__(self, scenario: Scenario, directory: Path, num_rounds: int, slow_turns: int | None) -> None:
         """`slow_turns`: how many turns of each session slow peers play; None: all."""
         self.scenario = scenario
-        self.standings: dict[str, Standing] = {}
+        self.results: dict[str, PeerResult] = {}
         self._directory = directory
         self._seeds = range(_WARMING + num_rounds + 1)
         self._rounds = self._seeds[_WARMING + 1 :]
@@ -105,9 +105,9 @@ class Contest:
                         self._play(peer, workers, seed + _SHORT)
 
     def ratios(self, peer: str) -> tuple[float, float] | None:
-        """How many times as fast ours is: by the clock, and by the processor's time. None without figures."""
+        """Our speed over the peer's: (by wall time, by processor time). None without results."""
         is_short = peer in _SLOW and self._slow_turns is not None
-        own, theirs = self.standings["ours"], self.standings[peer].rounds
+        own, theirs = self.results["ours"], self.results[peer].rounds
         ours = own.short_rounds if is_short else own.rounds
         count = min(len(ours), len(theirs))
         if not count:
@@ -121,10 +121,10 @@ class Contest:
         return seed + _SHORT if peer in _SLOW and self._slow_turns is not None else seed
 
     def _choose(self, peer: str, label: str | None) -> Variant | None:
-        standing = self.standings[peer] = Standing()
+        result = self.results[peer] = PeerResult()
         found = variants(peer, self.scenario.name, self._max_tokens, self.scenario.shape.num_sessions)
         if not found:
-            standing.absent = "does not take this model here"
+            result.absent = "does not take this model here"
             return None
         named = [variant for variant in found if label in (None, variant.label)]
         if len(named) > 1:
@@ -134,17 +134,17 @@ class Contest:
                         worker.play(self._workload(self._seed_for(peer, _WARMING)), self._limit_s)
                         seed = self._seed_for(peer, _CHOOSING)
                         played = worker.play(self._workload(seed), self._limit_s)
-                    standing.tried_s[variant.label] = played.wall_s
-                    self._say(variant, played)
+                    result.tried_s[variant.label] = played.wall_s
+                    self._print_outcome(variant, played)
                 except PeerFailedError as error:
-                    standing.absent = str(error)
-                    self._say(variant, error)
-            named = [variant for variant in named if variant.label in standing.tried_s]
+                    result.absent = str(error)
+                    self._print_outcome(variant, error)
+            named = [variant for variant in named if variant.label in result.tried_s]
         if not named:
             return None
-        standing.absent = ""
-        best = min(named, key=lambda variant: standing.tried_s.get(variant.label, 0.0))
-        standing.variant = best.label
+        result.absent = ""
+        best = min(named, key=lambda variant: result.tried_s.get(variant.label, 0.0))
+        result.variant = best.label
         return best
 
     def _start(self, peer: str, variant: Variant) -> Worker | None:
@@ -155,8 +155,8 @@ class Contest:
         except PeerFailedError as error:
             if worker is not None:
                 worker.close()
-            self.standings[peer].absent = str(error)
-            self._say(variant, error)
+            self.results[peer].absent = str(error)
+            self._print_outcome(variant, error)
             return None
         return worker
 
@@ -164,13 +164,13 @@ class Contest:
         try:
             played = workers[peer].play(self._workload(seed), self._limit_s)
         except PeerFailedError as error:
-            self.standings[peer].absent = str(error)
-            self._say(workers.pop(peer).variant, error)
+            self.results[peer].absent = str(error)
+            self._print_outcome(workers.pop(peer).variant, error)
             return
-        standing = self.standings[peer]
+        result = self.results[peer]
         is_short = peer == "ours" and seed >= _SHORT
-        (standing.short_rounds if is_short else standing.rounds).append(played)
-        self._say(workers[peer].variant, played)
+        (result.short_rounds if is_short else result.rounds).append(played)
+        self._print_outcome(workers[peer].variant, played)
 
     def _worker(self, variant: Variant) -> Worker:
         return Worker(variant, self._directory / "checkpoint", self._directory / f"{variant.peer}.log")
@@ -178,7 +178,7 @@ class Contest:
     def _workload(self, seed: int) -> Path:
         return self._directory / f"workload-{seed}.json"
 
-    def _say(self, variant: Variant, outcome: Played | PeerFailedError) -> None:
+    def _print_outcome(self, variant: Variant, outcome: Played | PeerFailedError) -> None:
         text = f"{self.scenario.name} {variant.peer} ({variant.label}): "
         if isinstance(outcome, Played):
             text += f"{outcome.tokens_per_s:,.0f} tokens/s, {outcome.wall_s:.2f} s, "
@@ -188,19 +188,19 @@ class Contest:
         print(text, flush=True)
 
 
-def contest_figures(contests: dict[str, Contest]) -> Figures:
-    """Rates and ratios. A peer's headline is the worse ratio of the two small models."""
+def comparison_figures(comparisons: dict[str, PeerComparison]) -> Figures:
+    """Rates and ratios. A peer's headline figure is the worse of its ratios for the two small models."""
     figures: Figures = {}
     headlines: dict[str, list[tuple[float, float]]] = {}
-    for name, contest in contests.items():
-        for peer, standing in contest.standings.items():
-            if not standing.rounds:
+    for name, comparison in comparisons.items():
+        for peer, result in comparison.results.items():
+            if not result.rounds:
                 continue
-            rate = statistics.median(played.tokens_per_s for played in standing.rounds)
+            rate = statistics.median(played.tokens_per_s for played in result.rounds)
             figures[f"{name}_{peer}_tokens_s"] = rate
-            per_processor = (played.output_tokens / played.processor_s for played in standing.rounds)
+            per_processor = (played.output_tokens / played.processor_s for played in result.rounds)
             figures[f"{name}_{peer}_tokens_processor_s"] = statistics.median(per_processor)
-            ratios = contest.ratios(peer)
+            ratios = comparison.ratios(peer)
             if peer == "ours" or ratios is None:
                 continue
             figures[f"{name}_tokens_vs_{peer}"], figures[f"{name}_processor_vs_{peer}"] = ratios
@@ -213,9 +213,9 @@ def contest_figures(contests: dict[str, Contest]) -> Figures:
 
 
 def own_figures(scenario: Scenario, quick: bool) -> Figures:
-    """Figures of our engine alone. A part that fails is left out, and says so."""
+    """Figures of our engine alone. A part that fails is reported and left out."""
     repeats = 1 if quick else 7
-    model = inference_own.made_model(scenario.config, scenario.vocab_size)
+    model = inference_own.make_model(scenario.config, scenario.vocab_size)
     parts: dict[str, Callable[[], Figures]] = {
         "second turn": lambda: {"second_turn_prefill_share": inference_own.second_turn_share(model, repeats)},
         "routes": lambda: {"route_capture_cost": inference_own.route_cost(scenario, 2 * repeats + 1)},
@@ -236,7 +236,7 @@ def own_figures(scenario: Scenario, quick: bool) -> Figures:
 
 
 def router_figures(quick: bool, coefficients: Path | None) -> Figures:
-    """The router's, over step costs measured now or read from a file: medians over seeds."""
+    """Figures of the router, with step costs measured now or read from a file: medians over seeds."""
     if coefficients is None:
         cost = asyncio.run(inference_router.measure_step_cost())
     else:
@@ -258,36 +258,36 @@ def main() -> None:
     choices = json.loads(options.choices.read_text(encoding="utf-8")) if options.choices else {}
     found = scenarios(options.quick)
     figures: Figures = {"load_average_before": os.getloadavg()[0]}
-    contests: dict[str, Contest] = {}
+    comparisons: dict[str, PeerComparison] = {}
 
-    def keep() -> Figures:
-        """Written after each part: a run that is stopped has what it had."""
-        found = figures | contest_figures(contests) | {"load_average_after": os.getloadavg()[0]}
+    def save_figures() -> Figures:
+        """Called after each part, so that a stopped run keeps its results."""
+        found = figures | comparison_figures(comparisons) | {"load_average_after": os.getloadavg()[0]}
         if options.json:
-            write_result(options.json, found, {"slow_turns": options.slow_turns} | standings(contests))
+            write_result(options.json, found, {"slow_turns": options.slow_turns} | peer_results(comparisons))
         return found
 
     if "own" in options.parts:
         figures |= own_figures(found["moe"], options.quick)
-        keep()
+        save_figures()
     if "router" in options.parts:
         figures |= router_figures(options.quick, options.coefficients)
-        keep()
+        save_figures()
     with tempfile.TemporaryDirectory(prefix="etude-inference-") as directory:
         for name in options.scenarios if "peers" in options.parts else ():
             place = Path(directory) / name
             place.mkdir()
-            contests[name] = Contest(found[name], place, options.rounds, options.slow_turns)
-            contests[name].run(options.only, choices.get(name, {}))
-            keep()
-    print_table("inference", keep())
+            comparisons[name] = PeerComparison(found[name], place, options.rounds, options.slow_turns)
+            comparisons[name].run(options.only, choices.get(name, {}))
+            save_figures()
+    print_table("inference", save_figures())
 
 
-def standings(contests: dict[str, Contest]) -> dict[str, Any]:
-    """Every round of every peer, and why some are absent."""
+def peer_results(comparisons: dict[str, PeerComparison]) -> dict[str, Any]:
+    """Scenario -> peer -> its `PeerResult` as JSON values."""
     return {
-        name: {peer: asdict(standing) for peer, standing in contest.standings.items()}
-        for name, contest in contests.items()
+        name: {peer: asdict(result) for peer, result in comparison.results.items()}
+        for name, comparison in comparisons.items()
     }
 
 

@@ -1,4 +1,4 @@
-"""What the inference benchmark measures of our engine alone: prefixes, routes, weight updates, rooflines."""
+"""Our engine alone, in the inference benchmark: prefix reuse, routes, weight updates, rooflines."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ _SWAPS = 8
 
 
 def make_engine(model: LanguageModel, num_sessions: int, max_tokens: int) -> Engine:
-    """Native kernels on one thread, serving the model's weights."""
+    """An engine with native kernels on one thread that serves the model's weights."""
     engine = Engine(model.config, model.vocab_size, num_sessions, max_tokens, kernels="native")
     engine.stage(_VERSION, dict(model.named_parameters()))
     engine.activate(_VERSION)
     return engine
 
 
-def made_model(config: ModelConfig, vocab_size: int) -> LanguageModel:
-    """Random weights of seed 0."""
+def make_model(config: ModelConfig, vocab_size: int) -> LanguageModel:
+    """A model with random weights of seed 0."""
     model = build_model(config, vocab_size)
     model.initialise(0)
     return model
@@ -47,7 +47,7 @@ def made_model(config: ModelConfig, vocab_size: int) -> LanguageModel:
 def request(
     session: str, number: int, suffix: Sequence[int] | NDArray[Any], output: int, digest: str | None
 ) -> SampleRequest:
-    """One turn that nothing ends early."""
+    """The request of one turn, without stop tokens."""
     return SampleRequest(
         id=f"{session}:{number}",
         session_id=session,
@@ -59,8 +59,8 @@ def request(
     )
 
 
-def answer(engine: Engine, asked: SampleRequest) -> str | None:
-    """Computes one request to its end, alone; returns the digest of the session's prefix."""
+def run_request(engine: Engine, asked: SampleRequest) -> str | None:
+    """Runs a single request to its end; returns the digest of the session's prefix."""
     engine.submit(asked)
     while True:
         for done in engine.step():
@@ -69,7 +69,7 @@ def answer(engine: Engine, asked: SampleRequest) -> str | None:
 
 
 def second_turn_share(model: LanguageModel, repeats: int) -> float:
-    """Processor time of 64 more tokens on a session of 2,000, over that of all of them at once."""
+    """Processor time of 64 more tokens in a session of 2,000, over that of all 2,064 at once."""
     engine = make_engine(model, 4, _SESSION_TOKENS + 2 * _MORE_TOKENS)
     generator = np.random.default_rng(0)
     second: list[float] = []
@@ -77,7 +77,7 @@ def second_turn_share(model: LanguageModel, repeats: int) -> float:
     for repeat in range(repeats + 1):
         tokens = generator.integers(0, model.vocab_size, (2, _SESSION_TOKENS + _MORE_TOKENS))
         kept, fresh = f"kept{repeat}", f"fresh{repeat}"
-        digest = answer(engine, request(kept, 0, tokens[0, :_SESSION_TOKENS], 1, None))
+        digest = run_request(engine, request(kept, 0, tokens[0, :_SESSION_TOKENS], 1, None))
         more = request(kept, 1, tokens[0, _SESSION_TOKENS:], 1, digest)
         times = [processor_s(engine, asked) for asked in (more, request(fresh, 0, tokens[1], 1, None))]
         if repeat:
@@ -89,9 +89,9 @@ def second_turn_share(model: LanguageModel, repeats: int) -> float:
 
 
 def processor_s(engine: Engine, asked: SampleRequest) -> float:
-    """Seconds of the processor for one request."""
+    """Processor time of one request."""
     began = time.process_time()
-    answer(engine, asked)
+    run_request(engine, asked)
     return time.process_time() - began
 
 
@@ -107,15 +107,15 @@ class _WithoutRoutes:
         return hidden, routes[:, :0]
 
 
-def forget_routes(engine: Engine) -> None:
-    """Makes an engine that neither stores routes nor hands them out: it has no switch of its own for that."""
+def disable_routes(engine: Engine) -> None:
+    """Patches the engine to neither store nor return routes, for which it has no option."""
     cache, weights = engine._cache, engine._weights
     cache.routes = np.zeros((cache.num_pages, cache.routes.shape[1], 0, 0), cache.routes.dtype)
     weights.active = replace(weights.active, compute=_WithoutRoutes(weights.active.compute))
 
 
 def drive(engine: Engine, sessions: list[list[dict[str, Any]]], name: str) -> float:
-    """Plays sessions as they come, without a service; returns seconds of the processor."""
+    """Plays sessions by calling `engine.step` without a service; returns processor time."""
     began = time.process_time()
     for number, turns in enumerate(sessions):
         engine.submit(request(f"{name}-{number}", 0, turns[0]["input"], turns[0]["output"], None))
@@ -134,13 +134,13 @@ def drive(engine: Engine, sessions: list[list[dict[str, Any]]], name: str) -> fl
 
 
 def route_cost(scenario: Scenario, repeats: int) -> float:
-    """Share of throughput that keeping routes costs: the whole workload with and without, in turn."""
-    model = made_model(scenario.config, scenario.vocab_size)
+    """Share of throughput lost by recording routes: the whole workload with and without, alternating."""
+    model = make_model(scenario.config, scenario.vocab_size)
     times: dict[bool, list[float]] = {True: [], False: []}
     workloads = [scenario.sessions(100 + repeat) for repeat in range(repeats + 1)]
     max_tokens = max(longest_tokens(sessions) for sessions in workloads)
     engines = {kept: make_engine(model, scenario.shape.num_sessions, max_tokens) for kept in times}
-    forget_routes(engines[False])
+    disable_routes(engines[False])
     for repeat, sessions in enumerate(workloads):
         work = as_json(sessions, scenario.vocab_size, repeat)
         order = (True, False) if repeat % 2 else (False, True)
@@ -152,8 +152,8 @@ def route_cost(scenario: Scenario, repeats: int) -> float:
 
 
 async def swap_figures(scenario: Scenario) -> Figures:
-    """Weight updates while the workload runs: how long no step is taken, beside how long a step takes."""
-    model = made_model(scenario.config, scenario.vocab_size)
+    """Weight updates during the workload: pause without a step, compared with the time of a step."""
+    model = make_model(scenario.config, scenario.vocab_size)
     sessions = scenario.sessions(200)
     engine = Engine(model.config, model.vocab_size, len(sessions), longest_tokens(sessions), kernels="native")
     weights, work = MemoryWeights(), as_json(sessions, scenario.vocab_size, 200)
@@ -193,7 +193,7 @@ async def swap_figures(scenario: Scenario) -> Figures:
 
 
 def roofline_figures(scenario: Scenario, quick: bool) -> Figures:
-    """Share of what memory and arithmetic allow, decoding 32 sessions and prefilling 512 tokens."""
+    """Share of the roofline (memory and arithmetic), decoding 32 sessions and prefilling 512 tokens."""
     read, rate, figures = kernels.machine()
     models = {"moe": (scenario.config, scenario.vocab_size)}
     if not quick:
@@ -209,7 +209,7 @@ def roofline_figures(scenario: Scenario, quick: bool) -> Figures:
 
 
 def invariant_figures(scenario: Scenario) -> Figures:
-    """What the trainer pays for bits that equal the engine's; the engine's own kernels always have them."""
+    """Cost of batch invariance in the trainer; the engine's own kernels are always batch-invariant."""
     figures = kernels.trainer_figures(kernels.Case.make("moe", scenario.config, scenario.vocab_size))
     figures["batch_invariant_cost"] = figures["moe_invariant_forward_backward_cost"] - 1.0
     return figures

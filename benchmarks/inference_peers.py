@@ -1,7 +1,7 @@
-"""Peers of the inference benchmark: what can be set, and the processes that play the workload.
+"""Peers of the inference benchmark: their settings, and the worker processes that play the workload.
 
 Every setting of a peer that might be its fastest is a variant of its own; the benchmark tries all of them and
-keeps the best. A peer that cannot be had here, fails or takes too long is absent, with the reason.
+keeps the best. A peer that is not available here, fails or takes too long is absent, with the reason.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from environments import python_of
 
 _WORKERS = Path(__file__).parent / "inference_workers"
 _QUOTED_CHARACTERS = 1500
-"""How much of a worker's last words a reason quotes."""
+"""How much of the end of a worker's log a reason quotes."""
 
 
 class PeerFailedError(Exception):
-    """A worker died, answered nonsense or took too long. The message is the reason."""
+    """A worker died, answered malformed data or took too long. The message is the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,14 +35,14 @@ class Variant:
     peer: str
     label: str
     worker: str
-    """File among the workers."""
+    """File name of the worker."""
     settings: Mapping[str, Any]
     environment: str | None = None
-    """Whose interpreter runs it; None: ours."""
+    """Environment whose interpreter runs it; None: this one."""
 
 
 def variants(peer: str, scenario: str, max_tokens: int, num_sessions: int) -> list[Variant]:
-    """All settings of a peer worth trying. An empty list: it does not take this model."""
+    """All settings of a peer to try; empty if it does not support this model."""
     made = _MAKERS[peer](scenario, max_tokens, num_sessions)
     shared = {"max_tokens": max_tokens, "sessions": num_sessions}
     return [
@@ -70,7 +70,7 @@ def _bfloat16(scenario: str, max_tokens: int, num_sessions: int) -> _Made:
 
 
 def _experts(scenario: str) -> list[dict[str, Any]]:
-    """The grouped product: `batched_mm` took seven times as long on a short workload."""
+    """Settings of the grouped expert product: `batched_mm` took seven times as long on a short workload."""
     return [{"experts": "grouped_mm"}] if scenario == "moe" else [{}]
 
 
@@ -135,12 +135,12 @@ _MAKERS: Mapping[str, Callable[[str, int, int], _Made]] = {
     "llama_cpp": _llama_cpp,
 }
 PEERS = tuple(_MAKERS)
-"""All of them; ours first."""
+"""Names of all peers; ours first."""
 
 
 @dataclass(slots=True)
 class Played:
-    """One workload on one worker."""
+    """Timing of one workload on one worker."""
 
     wall_s: float
     processor_s: float
@@ -148,7 +148,7 @@ class Played:
 
     @property
     def tokens_per_s(self) -> float:
-        """Sampled tokens per second of the clock."""
+        """Sampled tokens per second of wall time."""
         return self.output_tokens / self.wall_s
 
 
@@ -156,7 +156,7 @@ class Worker:
     """A process that has loaded a model and plays workloads. Use as a context manager."""
 
     def __init__(self, variant: Variant, checkpoint: Path, log: Path, start_limit_s: float = 600.0) -> None:
-        """Raises PeerFailedError if it is not ready in time; then no process is left."""
+        """Starts the process. Raises PeerFailedError if it is not ready in time, after ending it."""
         self.variant = variant
         self._log = log
         try:
@@ -190,7 +190,7 @@ class Worker:
         self.close()
 
     def play(self, workload: Path, limit_s: float) -> Played:
-        """Plays one workload. Raises PeerFailedError; the worker is of no use then."""
+        """Plays one workload. Raises PeerFailedError, after which the worker cannot be used."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(f"{workload}\n".encode())
@@ -231,5 +231,5 @@ class Worker:
 
 
 def fastest(times: Mapping[str, Played], among: Sequence[str]) -> str:
-    """The label whose workload took least time."""
+    """The label with the shortest time."""
     return min(among, key=lambda label: times[label].wall_s)

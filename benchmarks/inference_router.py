@@ -1,4 +1,4 @@
-"""The router against round robin, in virtual time over step costs that are measured first; and what it adds.
+"""The router against round robin, in virtual time with measured step costs; and the latency it adds.
 
 python benchmarks/inference_router.py [--json FILE] [--coefficients FILE] [--sessions N] [--seeds N]
 
@@ -51,18 +51,18 @@ from etude.weights import MemoryWeights
 
 VOCABULARY = 1024
 CONCURRENCY = 256
-"""Sessions alive at once where throughput is measured: far beyond what four replicas can keep up with."""
+"""Concurrent sessions when measuring throughput: far more than four replicas can serve without queues."""
 SLOW = (1.0, 1.0, 1.0, 2.0)
 RR_LOAD = 0.85
-"""Open load as a share of round robin's own throughput: at more its queues would grow without end."""
+"""Open load as a share of round robin's throughput: at more its queues would grow without bound."""
 IDEAL_LOAD = 0.7
 """Open load as a share of the ideal's throughput."""
 SHAPE = WorkloadShape(turns=LogNormal(6.0, 40.0), tool_s=LogNormal(0.5, 10.0))
-"""Prompts, observations and answers as in the engine's benchmarks; turns and tools with heavy tails, too."""
+"""Prompts, observations and answers as in the engine's benchmarks; turns and tool times also heavy-tailed."""
 
 
 async def measure_step_cost() -> StepCost:
-    """The engine's own: 2 to 24 agent sessions at a time, the same ones each time."""
+    """Measures our engine's step cost with 2 to 24 concurrent agent sessions, the same ones each time."""
     config = ModelConfig(max_positions=4096)
     model = build_model(config, VOCABULARY)
     model.initialise(0)
@@ -81,7 +81,7 @@ async def measure_step_cost() -> StepCost:
 
 
 def policies(cost: StepCost) -> dict[str, PolicyMaker | None]:
-    """By name; None is the ideal."""
+    """Policies by name; None is the ideal."""
 
     def ours(names: Sequence[str]) -> Router:
         router = Router(RoutingConfig(prefill_weight=cost.prefill_weight))
@@ -151,7 +151,7 @@ def _row(outcome: RouterOutcome) -> dict[str, float]:
 
 
 def decision_us(num_replicas: int = 32, num_requests: int = 4000) -> float:
-    """Median microseconds of begin, progress and end of one request; every session has four."""
+    """Median microseconds of begin, progress and end of one request, with four requests per session."""
     router = Router()
     for number in range(num_replicas):
         router.join(f"r{number}")
@@ -167,10 +167,10 @@ def decision_us(num_replicas: int = 32, num_requests: int = 4000) -> float:
 
 
 async def proxy_cpu_ms(num_requests: int = 200) -> Figures:
-    """Median processor milliseconds of a streamed answer of 8 events, straight and through the proxy.
+    """Median processor milliseconds of a streamed answer of 8 events, directly and through the proxy.
 
-    Client and replica are in the same process and cancel out. Processor time, since wall time on a machine
-    with other work says more about that work.
+    Client and replica are in the same process and cancel out. Processor time, since other work on the machine
+    distorts wall time.
     """
     body = {"messages": [{"role": "user", "content": "x " * 500}], "max_tokens": 8, "stream": True}
     proxy = Proxy()

@@ -1,8 +1,8 @@
-"""The vLLM backend: what an update costs with requests in flight, and tokens per second beside our engine.
+"""The vLLM backend: cost of a weight update with requests in flight, and its speed against our engine's.
 
     python benchmarks/inference_vllm.py [--json FILE] [--repetitions 5]
 
-Tiny models, where dispatch and not arithmetic decides: no figure here says anything about large ones.
+Tiny models, whose time is dispatch rather than arithmetic: no figure here applies to large models.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _LONG = 400
 
 
 def tiny(architecture: str, seed: int) -> LanguageModel:
-    """The quickstart's sizes, as far as vLLM's kernels take them."""
+    """A model of about the quickstart's size, within the limits of vLLM's kernels."""
     config = ModelConfig(architecture=cast(Any, architecture), max_positions=768)
     model = build_model(config, _VOCAB)
     model.initialise(seed)
@@ -43,7 +43,7 @@ def tiny(architecture: str, seed: int) -> LanguageModel:
 
 
 async def sample_all(sampler: Sampler, name: str, max_tokens: int) -> float:
-    """Seconds for all sessions at once."""
+    """Seconds to sample all sessions concurrently."""
 
     async def one(number: int) -> None:
         session = f"{name}-{number}"
@@ -85,7 +85,7 @@ async def measure(architecture: str, repetitions: int) -> dict[str, float]:
 
 
 def publish(root: SnapshotDirectory, model: LanguageModel, step: int) -> WeightManifest:
-    """One version with its probe."""
+    """Publishes one version with its probe."""
 
     def write(directory: Path) -> None:
         save_model(model, directory)
@@ -96,7 +96,7 @@ def publish(root: SnapshotDirectory, model: LanguageModel, step: int) -> WeightM
 async def compare(
     theirs: VllmSampler, ours: EngineService, manifests: list[WeightManifest], repetitions: int
 ) -> dict[str, float]:
-    """Both in turn, then updates in flight."""
+    """Samples with both engines in turn, then measures updates with requests in flight."""
     rows: dict[str, list[float]] = {
         name: [] for name in ("vllm", "etude", "pause", "load", "step", "probe", "beyond")
     }

@@ -1,4 +1,4 @@
-"""Models and workloads of the inference benchmark, as files that any peer reads."""
+"""Models and workloads of the inference benchmark, as files that every peer can read."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from etude.model import build_model
 from etude.model.huggingface import save_model
 
 _STEP_TOKENS = 16
-"""Limits are rounded up to pages."""
+"""Page size to which token limits are rounded up."""
 LARGE = ModelConfig(
     architecture="qwen3",
     hidden_size=768,
@@ -26,7 +26,7 @@ LARGE = ModelConfig(
     intermediate_size=2560,
     max_positions=4096,
 )
-"""102 million parameters with its vocabulary of 16,384: arithmetic and memory decide, not dispatch."""
+"""102 million parameters with its vocabulary of 16,384: arithmetic and memory dominate, not dispatch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +38,12 @@ class Scenario:
     vocab_size: int
     shape: WorkloadShape
     seconds_per_turn: float
-    """How long a peer may take for a turn of the whole workload before it counts as too slow."""
+    """Time limit per turn of the workload; a slower peer is absent."""
     checkpoint: Path | None = None
-    """Whose weights are taken; None: random ones of seed 0."""
+    """Source of the weights; None: random ones of seed 0."""
 
     def write_checkpoint(self, directory: Path) -> None:
-        """The weights, as Hugging Face's library reads them."""
+        """Writes the weights in Hugging Face's format."""
         if self.checkpoint is not None:
             shutil.copytree(self.checkpoint, directory)
             return
@@ -52,20 +52,18 @@ class Scenario:
         save_model(model, directory)
 
     def sessions(self, seed: int, turns: int | None = None) -> list[LoadSession]:
-        """Other lengths and other tokens for each seed: no cache helps from one round to the next.
-
-        `turns`: only so many of each session, the first ones.
-        """
+        """Sessions with different lengths and tokens for each seed, so that no cache carries over to the next
+        round. `turns`: only the first so many of each session."""
         return [replace(one, turns=one.turns[:turns]) for one in synthetic_sessions(self.shape, seed)]
 
     def write_workload(self, seed: int, path: Path, turns: int | None = None) -> None:
-        """Inputs and lengths of every turn."""
+        """Writes inputs and output lengths of every turn."""
         sessions = self.sessions(seed, turns)
         path.write_text(json.dumps(as_json(sessions, self.vocab_size, seed)), encoding="utf-8")
 
 
 def as_json(sessions: list[LoadSession], vocab_size: int, seed: int) -> list[list[dict[str, object]]]:
-    """What workers read: `input` tokens, uniformly random, and how many tokens the `output` has."""
+    """The workers' workload format: per turn uniformly random `input` tokens and the `output` length."""
     generator = np.random.default_rng((seed, 1))
     return [
         [
@@ -80,7 +78,7 @@ def as_json(sessions: list[LoadSession], vocab_size: int, seed: int) -> list[lis
 
 
 def longest_tokens(sessions: list[LoadSession]) -> int:
-    """Tokens that the longest session has at its end, rounded up, with room for one more page."""
+    """Final length of the longest session, rounded up to pages, plus one page."""
     longest = max(sum(turn.input_tokens + turn.output_tokens for turn in s.turns) for s in sessions)
     return (longest // _STEP_TOKENS + 2) * _STEP_TOKENS
 

@@ -14,7 +14,7 @@ from inference_work import Scenario
 
 from etude.model.huggingface import read_fields
 from etude.training.checkpoints.importing import import_model
-from inference import Contest, standings
+from inference import PeerComparison, peer_results
 
 PEERS = {1: "llama_cpp", 16: "vllm"}
 """By the number of sessions at once."""
@@ -33,7 +33,7 @@ def measure_serving(gguf: Path, rounds: int, at_once: Sequence[int]) -> tuple[Fi
     Sessions of three turns: a prompt of 200 to 600 tokens, answers of 48 and results of 20 to 200.
     """
     figures: Figures = {}
-    contests: dict[str, Contest] = {}
+    comparisons: dict[str, PeerComparison] = {}
     with tempfile.TemporaryDirectory(prefix="etude-serving-") as folder:
         model = Path(folder) / "model"
         import_model(gguf, model)
@@ -52,9 +52,9 @@ def measure_serving(gguf: Path, rounds: int, at_once: Sequence[int]) -> tuple[Fi
             )
             place = Path(folder) / name
             place.mkdir()
-            contest = contests[name] = Contest(scenario, place, rounds, None)
-            contest.run(["ours", peer], _CHOICES)
-            ratios = contest.ratios(peer)
+            comparison = comparisons[name] = PeerComparison(scenario, place, rounds, None)
+            comparison.run(["ours", peer], _CHOICES)
+            ratios = comparison.ratios(peer)
             if ratios is not None:
                 figures[f"serve_vs_{peer}_{num_sessions}"] = ratios[0]
-    return figures, standings(contests)
+    return figures, peer_results(comparisons)

@@ -1,4 +1,4 @@
-"""transformers' continuous batching, kept running between turns, with its sharing of prefixes."""
+"""Worker for transformers' continuous batching, kept running between turns, with prefix sharing."""
 
 from __future__ import annotations
 

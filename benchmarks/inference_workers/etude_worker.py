@@ -1,6 +1,7 @@
-"""Our engine in this process: native kernels, the service that rollouts and servers use, no server.
+"""Worker for our engine: native kernels, the service that rollouts and servers use, no HTTP server.
 
-Tokens are sampled at temperature 1, with log-probabilities and, from experts, routes: what rollouts need.
+Tokens are sampled at temperature 1 with log-probabilities and, for mixtures of experts, routes, as rollouts
+need.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from etude.weights import MemoryWeights
 
 
 async def play_session(service: EngineService, name: str, turns: list[Turn]) -> int:
-    """One session to its end; returns the tokens it sampled."""
+    """Plays one session; returns the number of tokens sampled."""
     digest, sampled = None, 0
     for number, turn in enumerate(turns):
         request = SampleRequest(
@@ -40,7 +41,7 @@ async def play_session(service: EngineService, name: str, turns: list[Turn]) -> 
 
 
 async def play(service: EngineService, sessions: Sessions, prefix: str) -> int:
-    """All of them at once."""
+    """Plays all sessions concurrently; returns the number of tokens sampled."""
     names = [f"{prefix}-{number}" for number in range(len(sessions))]
     for name in names:
         service.open(name)
@@ -49,7 +50,7 @@ async def play(service: EngineService, sessions: Sessions, prefix: str) -> int:
 
 
 async def with_service(settings: dict[str, Any], sessions: Sessions, engine: Engine, run: int) -> int:
-    """A service for one workload: its loop lives as long as asyncio's."""
+    """Plays a workload on a new service, since a service is bound to its asyncio loop."""
     weights = MemoryWeights()
     async with EngineService(engine, weights.fetch, settings.get("delay_steps")) as service:
         if engine.version is None:

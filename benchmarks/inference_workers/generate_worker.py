@@ -1,8 +1,8 @@
-"""transformers' `generate`: one batch of all sessions, turn by turn, padded on the left.
+"""Worker for transformers' `generate`: one batch of all sessions, turn by turn, padded on the left.
 
-A turn lasts as long as its longest answer: what `generate` cannot do is take a session's next turn while
-others still answer. With `keep_cache` the keys of earlier turns are kept, and what a short answer was padded
-with stays in the cache as masked holes; without, each turn computes the whole history anew.
+A turn lasts as long as its longest answer: `generate` cannot start a session's next turn while others still
+answer. With `keep_cache` the keys of earlier turns are kept, and the padding of short answers stays in the
+cache as masked holes; without, each turn computes the whole history anew.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from work_protocol import Player, Sessions, Tokens, serve
 
 
 class Lengths(StoppingCriteria):
-    """A row is complete after so many new tokens."""
+    """Stops each row after its given number of new tokens."""
 
     def __init__(self, start: int, lengths: Tensor) -> None:
         self._ends = start + lengths
@@ -36,7 +36,7 @@ class Batch:
 
     @staticmethod
     def padded(rows: list[Tokens]) -> Batch:
-        """Padded on the left."""
+        """A batch of these rows, padded on the left."""
         width = max(len(row) for row in rows)
         ids = torch.zeros((len(rows), width), dtype=torch.int64)
         mask = torch.zeros_like(ids)
@@ -46,13 +46,13 @@ class Batch:
         return Batch(ids, mask)
 
     def extended(self, other: Batch) -> Batch:
-        """Both side by side, with this one's cache."""
+        """This batch's tokens followed by the other's, with this one's cache."""
         ids, mask = torch.cat([self.ids, other.ids], 1), torch.cat([self.mask, other.mask], 1)
         return Batch(ids, mask, self.cache)
 
 
 def answer(model: Any, batch: Batch, lengths: Tensor) -> Batch:
-    """The batch, longer by the longest of `lengths`; holes behind shorter answers."""
+    """The batch extended by the longest of `lengths`, with holes after shorter answers."""
     start = batch.ids.shape[1]
     cache = batch.cache if batch.cache is not None else DynamicCache(config=model.config)
     ids = model.generate(
@@ -70,7 +70,7 @@ def answer(model: Any, batch: Batch, lengths: Tensor) -> Batch:
 
 
 def play(model: Any, sessions: Sessions, keep_cache: bool) -> list[list[Tokens]]:
-    """See `Player`; returns what each turn of each session sampled."""
+    """See `Player`; returns the tokens sampled in each turn of each session."""
     sampled: list[list[Tokens]] = [[] for _ in sessions]
     histories: list[Tokens] = [[] for _ in sessions]
     live, batch = list(range(len(sessions))), None

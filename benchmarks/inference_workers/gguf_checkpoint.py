@@ -1,4 +1,4 @@
-"""A dense Qwen3 or Llama checkpoint as the GGUF file that llama.cpp reads, in float32."""
+"""Converts a dense Qwen3 or Llama checkpoint to a float32 GGUF file for llama.cpp."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _LAYER = {
 
 
 def gguf_name(name: str) -> str:
-    """llama.cpp's name of a tensor that Hugging Face names so."""
+    """llama.cpp's name for the tensor with this Hugging Face name."""
     whole = {"embed_tokens": "token_embd", "norm": "output_norm"}
     inner = name.removeprefix("model.").removesuffix(".weight")
     if inner in whole:
@@ -66,7 +66,7 @@ def write_gguf(checkpoint: Path, target: Path) -> None:
 
 
 def _interleave(name: str, tensor: Any, config: dict[str, Any]) -> Any:
-    """llama.cpp turns neighbouring rows of Llama's queries and keys together, not halves of a head."""
+    """Permutes Llama's query and key rows: llama.cpp rotates adjacent rows, not the two halves of a head."""
     if not name.endswith(("q_proj.weight", "k_proj.weight")):
         return tensor
     halves = tensor.reshape(-1, 2, config["head_dim"] // 2, tensor.shape[1])

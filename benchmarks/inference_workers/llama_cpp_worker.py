@@ -1,8 +1,8 @@
-"""llama.cpp: one context of many sequences, batched continuously through its C interface.
+"""Worker for llama.cpp: one context of many sequences, batched continuously through its C interface.
 
-Its Python class knows one sequence only, so the loop is ours, as llama.cpp's own server does it: a token for
-each session that answers, then as much of the waiting inputs as fits, one `llama_decode` for all. A session
-keeps its sequence, and so its keys. Tokens are the likeliest ones, found by numpy over all logits at once.
+Its Python class supports one sequence only, so the loop is ours, in the manner of llama.cpp's own server: a
+token for each session that answers, then as much of the waiting inputs as fits, one `llama_decode` for all. A
+session keeps its sequence, and so its keys. Tokens are the likeliest ones, by numpy over all logits at once.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class LlamaBatcher:
         self._flags = np.zeros(batch_tokens, np.int8)
         self._pointers = self._members.ctypes.data + 4 * np.arange(batch_tokens, dtype=np.uintp)
 
-    def forget(self) -> None:
-        """Empties the cache for the next workload."""
+    def clear_cache(self) -> None:
+        """Empties the cache before the next workload."""
         llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self._context), True)
         self._length.clear()
         self._last.clear()
@@ -60,7 +60,7 @@ class LlamaBatcher:
         return self._draw(drawing) if drawing else []
 
     def _fill(self) -> tuple[list[int], int]:
-        """Puts rows into the batch: short ones, which are decoding's, first. Returns who draws, and rows."""
+        """Fills the batch, decoding sessions (short rows) first: (sessions that sample, number of rows)."""
         drawing: list[int] = []
         count = 0
         for session in sorted(self._pending, key=lambda s: len(self._pending[s])):
@@ -125,7 +125,7 @@ def make_player(settings: dict[str, Any]) -> Player:
     batcher = make_batcher(settings)
 
     def player(sessions: Sessions) -> int:
-        batcher.forget()
+        batcher.clear_cache()
         return play_with(batcher, sessions)
 
     return player

@@ -1,4 +1,4 @@
-"""vLLM's engine in this process, with prefix caching."""
+"""Worker for vLLM's engine, in this process, with prefix caching."""
 
 from __future__ import annotations
 

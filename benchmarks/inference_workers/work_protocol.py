@@ -1,4 +1,4 @@
-"""What every worker of the inference benchmark does: it loads a model, then plays workloads that it is named.
+"""Protocol of the inference benchmark's workers: load a model, then play the workloads named on stdin.
 
 A worker is a process of its own, so that each peer has its interpreter, its libraries and its threads. Its
 first argument is JSON (the settings); then every line on standard input is the path of a workload, answered
@@ -22,7 +22,7 @@ Tokens = list[int]
 
 @dataclass(frozen=True)
 class Turn:
-    """What comes in, and how many tokens are sampled then, whatever they are."""
+    """One turn: input tokens, and the number of tokens to sample after them, whatever they are."""
 
     input: Tokens
     output: int
@@ -31,18 +31,18 @@ class Turn:
 Sessions = list[list[Turn]]
 """The turns of each session."""
 Player = Callable[[Sessions], int]
-"""Plays all sessions, all of them at once, each turn after the one before; returns the tokens sampled."""
+"""Plays all sessions concurrently, the turns of each in order; returns the number of tokens sampled."""
 
 
 class Batcher(Protocol):
-    """An engine that takes a request at any time."""
+    """An engine that accepts requests at any time."""
 
     def add(self, session: int, history: Tokens, new: int, output: int) -> None:
-        """A turn begins: `history` is the whole session, whose last `new` tokens it has not seen."""
+        """Starts a turn. `history`: the session's tokens, of which the engine has not seen the last `new`."""
         ...
 
     def wait(self) -> list[tuple[int, Tokens]]:
-        """What some turns sampled, by session: those that are now complete; perhaps none of them."""
+        """(session, sampled tokens) of turns completed now; may be empty."""
         ...
 
 
@@ -80,7 +80,7 @@ def read_sessions(path: str) -> Sessions:
 
 
 def serve(make_player: Callable[[dict[str, Any]], Player]) -> None:
-    """The worker's main function. What libraries print goes to standard error."""
+    """The worker's main function. Output of libraries is redirected to standard error."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
 

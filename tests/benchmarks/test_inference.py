@@ -109,32 +109,34 @@ def test_a_worker_that_hangs_is_killed_after_its_time(tmp_path: Path) -> None:
             assert str(tmp_path).encode() not in one.read_bytes()
 
 
-def contest_of(name: str, walls: dict[str, list[float]], slow_turns: int | None = None) -> inference.Contest:
-    contest = inference.Contest.__new__(inference.Contest)
-    contest._slow_turns = slow_turns
-    contest.standings = {
-        peer: inference.Standing(rounds=[Played(wall, wall / 2, 100) for wall in times])
+def comparison_of(
+    name: str, walls: dict[str, list[float]], slow_turns: int | None = None
+) -> inference.PeerComparison:
+    comparison = inference.PeerComparison.__new__(inference.PeerComparison)
+    comparison._slow_turns = slow_turns
+    comparison.results = {
+        peer: inference.PeerResult(rounds=[Played(wall, wall / 2, 100) for wall in times])
         for peer, times in walls.items()
     }
-    return contest
+    return comparison
 
 
 def test_headlines_are_the_worse_of_both_small_models_by_paired_rounds() -> None:
-    contests = {
-        "moe": contest_of("moe", {"ours": [1.0, 2.0, 1.0], "vllm": [3.0, 4.0, 2.0]}),
-        "dense": contest_of("dense", {"ours": [1.0, 1.0, 1.0], "vllm": [1.5, 1.5, 9.0]}),
-        "large": contest_of("large", {"ours": [1.0], "vllm": [0.5]}),
+    comparisons = {
+        "moe": comparison_of("moe", {"ours": [1.0, 2.0, 1.0], "vllm": [3.0, 4.0, 2.0]}),
+        "dense": comparison_of("dense", {"ours": [1.0, 1.0, 1.0], "vllm": [1.5, 1.5, 9.0]}),
+        "large": comparison_of("large", {"ours": [1.0], "vllm": [0.5]}),
     }
-    figures = inference.contest_figures(contests)
+    figures = inference.comparison_figures(comparisons)
     assert figures["moe_tokens_vs_vllm"] == 2.0
     assert figures["dense_tokens_vs_vllm"] == figures["tokens_vs_vllm"] == 1.5
     assert figures["large_tokens_vs_vllm"] == 0.5
 
 
 def test_slow_peers_are_compared_on_their_own_workload() -> None:
-    contest = contest_of(
+    comparison = comparison_of(
         "moe", {"ours": [10.0], "transformers_generate": [30.0], "llama_cpp": []}, slow_turns=2
     )
-    contest.standings["ours"].short_rounds = [Played(3.0, 3.0, 40)]
-    assert contest.ratios("transformers_generate") == (10.0, 5.0)
-    assert contest.ratios("llama_cpp") is None
+    comparison.results["ours"].short_rounds = [Played(3.0, 3.0, 40)]
+    assert comparison.ratios("transformers_generate") == (10.0, 5.0)
+    assert comparison.ratios("llama_cpp") is None
