@@ -2,11 +2,11 @@
 
     python benchmarks/kernels.py [--threads N] [--json FILE]
 
-Times are of the processor (all threads together) where one thread computes, so that other work on the machine
-counts little, and of the clock otherwise. Pairs are measured one after the other and compared pair by pair.
-Shares of the roofline: bytes that must be read (weights, keys and values) over the measured rate of reading;
-operations over the measured rate of the best product seen here, native or PyTorch's. A share above 1 says
-that what was read lay in a cache, as the small model's weights do.
+With one thread times are processor time, so that other work on the machine matters little; with more, wall
+time. Pairs are measured one after the other and compared pair by pair. Shares of the roofline: bytes that
+must be read (weights, keys and values) over the measured read rate; operations over the measured rate of the
+best matrix product here, native or PyTorch's. A share above 1 means that the data was in a cache, as the
+small model's weights are.
 """
 
 from __future__ import annotations
@@ -67,20 +67,20 @@ LATENT = ModelConfig(
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A model and what it computes per token."""
+    """A model, and its operations and bytes per token."""
 
     name: str
     model: LanguageModel
     operations: float
-    """Per token, attention left out."""
+    """Operations per token, without attention."""
     head_operations: float
-    """Of these, the output head's: only for tokens that are sampled from."""
+    """Part of these for the output head, which only sampled positions need."""
     active_bytes: float
-    """Weights that one token's step reads."""
+    """Bytes of weights that a step of one token reads."""
     weight_bytes: float
-    """Weights that a step of many sessions reads: all experts."""
+    """Bytes of weights that a step of many sessions reads: all experts."""
     cached_bytes: float
-    """Keys and values of one position."""
+    """Bytes of the keys and values of one position."""
 
     @staticmethod
     def make(name: str, config: ModelConfig, vocab_size: int) -> Case:
@@ -103,7 +103,7 @@ class Case:
 
 
 def seconds(work: Callable[[], object]) -> float:
-    """Of the processor with one thread, of the clock with more."""
+    """Time of one call: processor time with one thread, wall time with more."""
     clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
     start = clock()
     work()
@@ -111,7 +111,7 @@ def seconds(work: Callable[[], object]) -> float:
 
 
 def alternate(parts: dict[str, Callable[[], object]]) -> dict[str, list[float]]:
-    """Seconds of each part, REPEATS times in turn, after one round that does not count."""
+    """Seconds of each part, REPEATS rounds in turn after an uncounted one."""
     found: dict[str, list[float]] = {name: [] for name in parts}
     for repeat in range(REPEATS + 1):
         for name, work in parts.items():
@@ -122,7 +122,7 @@ def alternate(parts: dict[str, Callable[[], object]]) -> dict[str, list[float]]:
 
 
 def machine() -> tuple[float, float, Figures]:
-    """Bytes read and operations computed per second, at best."""
+    """(peak bytes read per second, peak operations per second, the measured figures)."""
     threads = torch.get_num_threads()
     square, long = torch.randn(1024, 1024), torch.randn(60_000_000)
     matrix = pack([square])
@@ -144,7 +144,7 @@ def machine() -> tuple[float, float, Figures]:
 
 
 def step(case: Case, forward: ForwardPass, sessions: int, start: int, count: int) -> Callable[[], object]:
-    """A pass over `count` rows of each session and, for one row, the draw of its next token."""
+    """A forward pass over `count` rows of each session; with one row also samples the next token."""
     source = np.random.default_rng(0)
     vocab = case.model.vocab_size
     pages = -(-(CONTEXT + PREFILL) // 16)
@@ -166,7 +166,7 @@ def step(case: Case, forward: ForwardPass, sessions: int, start: int, count: int
 
 
 def engine_figures(case: Case, read: float, rate: float) -> Figures:
-    """Decode and prefill: native against the module, and their share of what the machine can do."""
+    """Decode and prefill: native kernels against the module, and shares of the roofline."""
     threads = torch.get_num_threads()
     cache = PagedCache(case.model.config, SESSIONS * (-(-(CONTEXT + PREFILL) // 16)))
     cache.keys.normal_()
@@ -201,7 +201,7 @@ def engine_figures(case: Case, read: float, rate: float) -> Figures:
 
 
 def trainer_figures(case: Case) -> Figures:
-    """Seconds in batch-invariant mode over seconds with PyTorch's operators."""
+    """Time in batch-invariant mode over time with PyTorch's operators."""
     source = np.random.default_rng(0)
     lengths = [int(x) for x in sorted(source.integers(60, 500, 6), reverse=True)]
     vocab = case.model.vocab_size

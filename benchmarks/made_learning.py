@@ -5,8 +5,8 @@
                └───> the next easy ones of these modules: judged before and after RL, which never sees them
 
 With configs/made-tasks.toml, on tasks of `etude tasks make`, of one project or of several in one directory.
-All are commands of `etude`, and what is there is continued or left alone: the same script goes on where
-it was stopped.
+All are commands of `etude`; unfinished runs are resumed and finished ones reused, so that a stopped script
+can be started again.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from etude.tasks.harbor import find_directories, read_harbor
 
 SAMPLES = 8
 ENOUGH = 0.2
-"""pass@8 at which RL begins."""
+"""Least pass@8 with which RL begins."""
 ROUND_STEPS = 120
 
 
 @dataclass(frozen=True, slots=True)
 class MadeLearning(Demonstration):
-    """One seed of it."""
+    """One seed of the measurement."""
 
     config: ClassVar[Path] = Path(__file__).parents[1] / "configs" / "made-tasks.toml"
     num_tasks: int = 24
-    """Most tasks that RL is given; it meets each in one or two of its steps."""
+    """Most tasks for RL; each occurs in one or two of its steps."""
     tasks: Path = field(kw_only=True)
     """Directory of made tasks."""
     most_rounds: int = field(default=3, kw_only=True)
-    """Of SFT: after them RL begins, or not, with what there is."""
+    """Most rounds of SFT; if pass@8 is below `ENOUGH` after them, there is no RL."""
 
     def measure(self) -> Figures:
         """Runs what is missing, and returns the figures."""
@@ -69,7 +69,7 @@ class MadeLearning(Demonstration):
             "rl_pass_at_1": pass_rate(after),
             **lead_of(before, after, "rl_lead"),
         }
-        if not self._others.exists():  # there are no more easy tasks than RL practises
+        if not self._others.exists():  # RL uses all easy tasks
             return figures
         unseen_before = self.judge(tuned, str(self._others), self.num_tasks, SAMPLES)
         unseen_after = self.judge(trained, str(self._others), self.num_tasks, SAMPLES)
@@ -80,7 +80,7 @@ class MadeLearning(Demonstration):
         }
 
     def prepare(self) -> Path:
-        """The imported model; beside it the chats that it learns from, and the tasks of RL."""
+        """Imports the model and writes SFT chats and RL tasks next to it; returns the model's directory."""
         base, chats = self.directory / "base", self.directory / CHATS
         if not base.exists():
             self.run_etude("model", "import", self.gguf, base)
@@ -94,7 +94,7 @@ class MadeLearning(Demonstration):
         return base
 
     def options(self, start: Path | RunDirectory, *settings: str) -> list[str]:
-        """As of Demonstration, with the tasks of RL."""
+        """See Demonstration.options; with the tasks of RL."""
         return Demonstration.options(self, start, f'tasks.directory="{self._suite}"', *settings)
 
     @property
@@ -106,8 +106,8 @@ class MadeLearning(Demonstration):
         return self.directory / "others"
 
     def _choose(self) -> tuple[list[Path], list[Path]]:
-        """The easy tasks of modules whose sessions no SFT sees that the fewest changed lines solve, and as
-        many that come next."""
+        """(RL's tasks, as many others): the easy tasks of modules not used for SFT, those whose solution
+        changes the fewest lines first."""
         found = [(path, read_harbor(path).metadata) for path in find_directories(self.tasks, "--learn")]
         easy = [(path, known["split"]) for path, known in found if known["difficulty"] == "easy"]
         others = [path for path, split in easy if split != "train"]
@@ -115,7 +115,7 @@ class MadeLearning(Demonstration):
         return ranked[: self.num_tasks], ranked[self.num_tasks : 2 * self.num_tasks]
 
     def _fine_tune(self, base: Path) -> list[tuple[RunDirectory, EvaluationResult]]:
-        """Rounds of SFT, each with what the model then solves of RL's tasks."""
+        """Rounds of SFT: (run, evaluation on RL's tasks) of each."""
         found: list[tuple[RunDirectory, EvaluationResult]] = []
         while len(found) < self.most_rounds and (not found or solved_share(found[-1][1]) < ENOUGH):
             start = found[-1][0] if found else base
@@ -127,7 +127,7 @@ class MadeLearning(Demonstration):
 
 
 def count_changed_lines(task: Path) -> int:
-    """Lines of a made task's workspace that its solution takes away or adds."""
+    """Lines that a made task's solution removes from or adds to its workspace."""
     files, workspace = task / "solution" / "files", task / "environment" / "workspace"
     total = 0
     for path in (path for path in files.rglob("*") if path.is_file()):
@@ -139,7 +139,7 @@ def count_changed_lines(task: Path) -> int:
 
 
 def solved_share(result: EvaluationResult) -> float:
-    """pass@8 over the tasks that have so many sessions."""
+    """pass@8 over the tasks with at least 8 sessions."""
     verdicts = verdicts_by_task(result.modes["sampled"].rows).values()
     rates = [pass_at_k(len(some), sum(some), SAMPLES) for some in verdicts if len(some) >= SAMPLES]
     return sum(rates) / len(rates) if rates else 0.0

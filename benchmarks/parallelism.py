@@ -1,10 +1,10 @@
-"""How far losses and gradients of several processes are from those of one: the table of docs/parallelism.md.
+"""Difference of losses and gradients between several processes and one: the table of docs/parallelism.md.
 
     python benchmarks/parallelism.py [--json FILE]
 
-Each arrangement trains one batch of ragged sequences of a small mixture of experts, over gloo on this
-machine, and is compared with one process that takes the same micro-batches one after the other. Gradients'
-errors are the largest difference of any element over the largest element of the same parameter's gradient.
+Each process layout trains one batch of ragged sequences on a small mixture of experts, over gloo on this
+machine, and is compared with one process that trains the same micro-batches one after the other. A gradient's
+error is its largest element difference over the largest element of the same parameter's gradient.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ Answer = tuple[float, dict[str, np.ndarray]]
 
 
 def make_model(seed: int) -> LanguageModel:
-    """Two layers with eight experts each."""
+    """A model of two layers with eight experts each."""
     config = ModelConfig(
         hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, num_experts=8,
         experts_per_token=2, expert_size=32, max_positions=1024, initializer_range=0.1,
@@ -65,7 +65,7 @@ def make_model(seed: int) -> LanguageModel:
 
 
 def train_shares(model: LanguageModel, ranks: Ranks, plan: list[list[list[int]]]) -> float:
-    """Leaves this rank's gradients behind; returns its loss."""
+    """Accumulates this rank's gradients in the model; returns its loss."""
     total = 0.0
     for share in ranks.share(plan):
         tokens = [np.random.default_rng(i).integers(0, VOCABULARY, LENGTHS[i]) for i in share.indices]
@@ -80,7 +80,7 @@ def train_shares(model: LanguageModel, ranks: Ranks, plan: list[list[list[int]]]
 
 
 class Probe:
-    """One rank with its part of the model."""
+    """One rank and its part of the model."""
 
     def __init__(self, ranks: MeshRanks) -> None:
         self.ranks = ranks
@@ -98,7 +98,7 @@ class Probe:
 
 
 def one_process(plan: list[list[list[int]]]) -> Answer:
-    """What one process makes of the same micro-batches: first those of rank 0, then those of rank 1."""
+    """Loss and gradients of one process on the same micro-batches: those of rank 0, then those of rank 1."""
     model = make_model(0)
     loss = train_shares(model, SingleRank(), [[batch for batches in plan for batch in batches]])
     return loss, {n: p.grad.numpy() for n, p in model.named_parameters() if p.grad is not None}

@@ -1,11 +1,11 @@
-"""Trainer against engine: how far apart they are and why, what that does to learning, what exactness costs.
+"""Trainer-engine mismatch: its size and causes, its effect on learning, and the cost of exact parity.
 
     python benchmarks/parity.py [--json FILE] [--plot FILE] [--seeds N] [--steps N] [--quick]
 
 1. A small mixture of experts, trained for a minute on the bytes of this project's own source, plays sessions
-   in the engine. The trainer scores the same tokens: with other number formats, other sizes of micro-batch,
+   in the engine. The trainer scores the same tokens: with different number formats and micro-batch sizes,
    with experts replayed or chosen anew, and with batch-invariant operations.
-2. An RL run with an exact engine, and with ones that err, by what the trainer does about it
+2. An RL run with an exact engine, and with inexact ones under different corrections in the trainer
    (`parity_learning.py`).
 3. The cost of batch-invariant operations over rollout plus training, in pairs within this process.
 """
@@ -56,21 +56,21 @@ CONFIG = ModelConfig(
 )
 SEQUENCES, TOKENS, PROMPT = 16, 192, 32
 MICRO_BATCHES = (1, 4, 16)
-"""Sequences that the trainer scores at once."""
+"""Numbers of sequences that the trainer scores in one pass."""
 COST_PAIRS = 7
 LIMIT = ParityConfig().limit
-"""Of k3, as the gate has it."""
+"""Limit of k3 in the parity gate."""
 _VERSION = PolicyVersion("parity", 0)
 
 
 @dataclass(frozen=True, slots=True)
 class Pairing:
-    """An engine and a trainer over the same weights."""
+    """An engine and a trainer with the same weights in given number formats."""
 
     name: str
     engine_weights: WeightType
     trainer: Callable[[LanguageModel], LanguageModel]
-    """Makes the trainer's model from one of its own in float32."""
+    """Makes the trainer's model from a float32 model of its own."""
 
 
 def _plain(model: LanguageModel) -> LanguageModel:
@@ -104,13 +104,13 @@ PAIRINGS = (
 
 
 def corpus() -> NDArray[np.int32]:
-    """The bytes of the package's source."""
+    """The bytes of the package's source code."""
     files = sorted(Path(etude.__file__).parent.rglob("*.py"))
     return np.frombuffer(b"\n".join(file.read_bytes() for file in files), dtype=np.uint8).astype(np.int32)
 
 
 def trained_model(num_steps: int, batch: int = 12, length: int = 160) -> LanguageModel:
-    """A mixture of experts that writes something like Python."""
+    """A mixture of experts trained until it writes something like Python."""
     torch.manual_seed(0)
     data, rng = corpus(), np.random.default_rng(0)
     model = build_model(CONFIG, VOCAB)
@@ -128,18 +128,18 @@ def trained_model(num_steps: int, batch: int = 12, length: int = 160) -> Languag
 
 
 def prompts() -> list[NDArray[np.int32]]:
-    """Pieces of the source."""
+    """Prompts cut from the source code."""
     data, rng = corpus(), np.random.default_rng(1)
     return [data[start : start + PROMPT] for start in rng.integers(0, len(data) - PROMPT, SEQUENCES)]
 
 
 def new_engine(weights: WeightType, max_tokens: int = TOKENS) -> Engine:
-    """Native kernels on one thread."""
+    """An engine with native kernels on one thread."""
     return Engine(CONFIG, VOCAB, SEQUENCES, max_tokens + 1, kernels="native", native_weights=weights)
 
 
 def played_by(model: LanguageModel, weights: WeightType) -> list[PlayedSequence]:
-    """Sessions that the engine sampled and scored."""
+    """Sessions sampled by the engine, with its log-probabilities."""
 
     async def body() -> list[PlayedSequence]:
         published = MemoryWeights()
@@ -153,7 +153,7 @@ def played_by(model: LanguageModel, weights: WeightType) -> list[PlayedSequence]
 
 
 def mismatch(model: LanguageModel) -> dict[str, Any]:
-    """By pairing: reports by size of micro-batch, and how far the trainer is from itself between sizes."""
+    """Pairing -> parity reports by micro-batch size, and the trainer's own difference between sizes."""
     found: dict[str, Any] = {}
     for pairing in PAIRINGS:
         played = played_by(model, pairing.engine_weights)
@@ -189,8 +189,8 @@ def _print_pairing(name: str, reports: Mapping[int, ParityReport], between: floa
 
 
 def learning(seeds: int, steps: int, rate: float) -> dict[str, Any]:
-    """Curves of every arm by seed."""
-    first = parity_learning.beginner(200)
+    """Learning curves of every arm by seed."""
+    first = parity_learning.initial_weights(200)
     found: dict[str, Any] = {}
     for name in parity_learning.ARMS:
         curves = [parity_learning.learn(name, seed, steps, first, rate) for seed in range(seeds)]
@@ -213,8 +213,8 @@ def learning(seeds: int, steps: int, rate: float) -> dict[str, Any]:
 def invariant_cost(model: LanguageModel) -> Figures:
     """Ratios of processor time, invariant over fast: rollout plus training, and training alone.
 
-    A step samples SEQUENCES sessions and takes one update on them (forward, backward, optimiser). Rollouts
-    are native in both modes, since that is the fast mode's choice too.
+    A step samples SEQUENCES sessions and trains one update on them (forward, backward, optimiser). Rollouts
+    use native kernels in both modes, since the fast mode does too.
     """
     sides = {
         name: _Stepper(model, ops) for name, ops in (("fast", TorchOps()), ("invariant", InvariantOps()))
@@ -263,7 +263,7 @@ class _Stepper:
 
 
 def flat_figures(found: Mapping[str, Any], curves: Mapping[str, Any]) -> Figures:
-    """The figures that documents quote, by name."""
+    """The figures that the docs quote, by name."""
     figures: Figures = {}
     largest = str(MICRO_BATCHES[-1])
     for pairing, values in found.items():
@@ -283,8 +283,8 @@ def flat_figures(found: Mapping[str, Any], curves: Mapping[str, Any]) -> Figures
 
 
 def pooled_figures(curves: Mapping[str, Any]) -> Figures:
-    """Means over all runs of a kind: single ones of this task differ more than kinds do. `_error`: the
-    standard error of a mean."""
+    """Means over all runs of a kind, since single runs of this task differ more than kinds do. `_error`:
+    standard error of the mean."""
     pools: dict[str, list[float]] = {}
     for arm, values in curves.items():
         within = statistics.median(values["median_k3"]) <= LIMIT

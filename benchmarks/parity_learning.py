@@ -1,9 +1,9 @@
-"""The same RL run with an exact engine, and with engines that err.
+"""The same RL run with an exact engine and with inexact ones.
 
 The task: read symbols, write each one's partner. A small mixture of experts first learns it from examples,
-half of them wrong, so that it is right half of the time; RL has to bring it to always. All arms begin with
-the same weights and see, for a seed, the same prompts and noise; they differ in how the engine errs, and in
-what the trainer does about it.
+half of them wrong, so that it is right half of the time; RL has to raise that to always. All arms start from
+the same weights and, for a seed, have the same prompts and noise; they differ in the engine's error and in
+the trainer's correction of it.
 """
 
 from __future__ import annotations
@@ -66,25 +66,25 @@ _WRONG = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """One way of training."""
+    """An experimental arm: the engine's error, and the trainer's correction."""
 
     bits: int = 0
-    """To how many bits the weights are rounded from which the engine samples; 0: not at all."""
+    """Bits to which the engine's weights are rounded; 0: not rounded."""
     router_noise: float = 0.0
-    """What is added to the engine's routers, anew at each publication, in deviations of their weights: an
-    engine that chooses other experts, and computes them exactly."""
+    """Noise added to the engine's routers at each publication, in standard deviations of their weights: such
+    an engine chooses other experts but computes them exactly."""
     replay: bool = True
-    """Whether the engine's experts are replayed."""
-    told: bool = True
-    """Whether the trainer is told with which log-probabilities the engine sampled; otherwise it takes its own
-    for those, as a trainer does that computes them anew."""
+    """Whether the trainer replays the engine's choice of experts."""
+    engine_logprobs: bool = True
+    """Whether the trainer uses the engine's log-probabilities of the sampled tokens; otherwise its own, as
+    trainers do that recompute them."""
     tis_cap: float = 0.0
-    """Truncated importance weights between the engine's policy and the trainer's; 0: the loss's own ratio
-    alone."""
+    """Cap of the truncated importance weights between engine and trainer policy; 0: no weights, only the
+    ratio in the loss."""
 
     @property
     def exact(self) -> bool:
-        """Whether the engine computes what the trainer does."""
+        """Whether the engine computes exactly as the trainer."""
         return not self.bits and not self.router_noise
 
 
@@ -94,15 +94,16 @@ ENGINES: Mapping[str, Arm] = {
     "8 bits": Arm(bits=8),
     "3 bits": Arm(bits=3),
 }
-"""With 8 bits an engine passes the gate; the others are far over it, so that it shows within a minute."""
+"""Engine errors: with 8 bits an engine passes the parity gate; the others exceed it so far that the effect
+shows within a minute."""
 TREATMENTS: Mapping[str, Mapping[str, Any]] = {
-    "nothing": {"replay": False, "told": False},
+    "nothing": {"replay": False, "engine_logprobs": False},
     "ratio": {"replay": False},
     "TIS": {"replay": False, "tis_cap": 2.0},
     "replay, ratio": {},
     "replay, TIS": {"tis_cap": 2.0},
 }
-"""What the trainer does about it."""
+"""The trainer's corrections."""
 EXACT = "exact"
 ARMS: Mapping[str, Arm] = {EXACT: Arm()} | {
     f"{engine}: {treatment}": replace(arm, **changes)
@@ -113,13 +114,13 @@ ARMS: Mapping[str, Arm] = {EXACT: Arm()} | {
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """What one run came to."""
+    """The learning curve of one run."""
 
     steps: list[int]
     accuracy: list[float]
     """Share of right symbols on unseen prompts, sampled by the exact model."""
     k3: list[float]
-    """Of each step: trainer against engine, at the tokens that were sampled."""
+    """k3 divergence of trainer and engine on the sampled tokens of each step."""
     elapsed_s: float
 
     @property
@@ -141,8 +142,8 @@ def prompts(count: int, seed: int) -> NDArray[np.int32]:
 
 
 @functools.cache
-def beginner(num_steps: int) -> Mapping[str, Tensor]:
-    """Weights of a model that has seen `num_steps` batches of examples."""
+def initial_weights(num_steps: int) -> Mapping[str, Tensor]:
+    """Weights after supervised training on `num_steps` batches of examples."""
     torch.manual_seed(0)
     model = build_model(_CONFIG, VOCAB)
     model.initialise(0)
@@ -163,8 +164,8 @@ def beginner(num_steps: int) -> Mapping[str, Tensor]:
 
 
 def learn(name: str, seed: int, num_steps: int, first: Mapping[str, Tensor], rate: float) -> Curve:
-    """One run of an arm."""
-    return _Run(ARMS[name], seed, num_steps, first, rate).go()
+    """Trains one run of an arm."""
+    return _Run(ARMS[name], seed, num_steps, first, rate).train()
 
 
 class _Run:
@@ -191,11 +192,11 @@ class _Run:
         )
         self.trainer = RlTrainer(self.model, config, "parity", MemoryWeights(), self.blobs.get)
         self.engine = _new_engine()
-        self.judge = _new_engine()
+        self.exact_engine = _new_engine()
         self.k3: list[float] = []
         self._noise = torch.Generator().manual_seed(seed)
 
-    def go(self) -> Curve:
+    def train(self) -> Curve:
         began = time.perf_counter()
         curve = Curve([], [], self.k3, 0.0)
         for step in range(self.num_steps + 1):
@@ -234,7 +235,7 @@ class _Run:
     ) -> Trajectory:
         first, length = LENGTH + 2, len(tokens)
         logprobs = np.zeros(length, dtype=np.float32)
-        logprobs[first:] = chunk.logprobs if self.arm.told else own[first:]
+        logprobs[first:] = chunk.logprobs if self.arm.engine_logprobs else own[first:]
         assert chunk.routes is not None and chunk.routes_start == 0
         routes = np.concatenate((chunk.routes, chunk.routes[-1:]))  # the last token's are never used
         segment = Segment(
@@ -257,9 +258,9 @@ class _Run:
         return Trajectory(identity, (segment,), (), Status.DONE, reward=RewardBreakdown(right))
 
     def _accuracy(self) -> float:
-        self._serve(self.judge, ARMS[EXACT])
+        self._serve(self.exact_engine, ARMS[EXACT])
         given = prompts(_HELDOUT, 77_777_777)
-        chunks = _sample(self.judge, list(given), (123,))
+        chunks = _sample(self.exact_engine, list(given), (123,))
         answers = np.stack([chunk.tokens for chunk in chunks])
         return float(np.mean(answers == partners()[given[:, 1:-1]]))
 
@@ -277,7 +278,7 @@ class _Run:
 
 @torch.no_grad()
 def to_few_bits(tensor: Tensor, bits: int) -> Tensor:
-    """Matrices rounded to integers of so many bits with one scale for each row; vectors as they are."""
+    """Matrices rounded to integers of `bits` bits with one scale per row; vectors unchanged."""
     if tensor.ndim < 2:
         return tensor.detach()
     largest = 2 ** (bits - 1) - 1
@@ -287,7 +288,7 @@ def to_few_bits(tensor: Tensor, bits: int) -> Tensor:
 
 @torch.no_grad()
 def with_noise(tensor: Tensor, size: float, generator: torch.Generator) -> Tensor:
-    """Normal noise of `size` standard deviations of the tensor's own values on top of it."""
+    """The tensor plus normal noise of `size` standard deviations of its own values."""
     return tensor + size * tensor.std() * torch.randn(tensor.shape, generator=generator)
 
 
@@ -304,7 +305,7 @@ def _new_engine() -> Engine:
 
 
 def sample_on(engine: Engine, given: Sequence[NDArray[np.int32]], num_tokens: int) -> list[NDArray[np.int32]]:
-    """Each prompt with `num_tokens` sampled behind it."""
+    """Each prompt followed by `num_tokens` sampled tokens."""
     chunks = _sample(engine, given, (0,), num_tokens)
     return [np.concatenate((prompt, chunk.tokens)) for prompt, chunk in zip(given, chunks, strict=True)]
 
@@ -312,7 +313,7 @@ def sample_on(engine: Engine, given: Sequence[NDArray[np.int32]], num_tokens: in
 def _sample(
     engine: Engine, given: Sequence[NDArray[np.int32]], key: tuple[int, ...], num_tokens: int = LENGTH
 ) -> list[SampleChunk]:
-    """What is sampled behind each prompt."""
+    """The sampled chunk of each prompt."""
     params = SamplingParams(max_tokens=num_tokens)
     for number, prompt in enumerate(given):
         session = f"s{number}"

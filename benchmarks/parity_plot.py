@@ -1,4 +1,4 @@
-"""The picture of `parity.py`: mismatch by number format and routing, and what it does to learning."""
+"""Draws the figure of `parity.py`: mismatch by number format and routing, and its effect on learning."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from parity_learning import EXACT
 from etude.controller.parity_report import REPLAYED, SAMPLED
 
 _FLOOR = 1e-17
-"""Where bars begin."""
+"""Lower end of the bars."""
 _GATE = 1e-3
 LEARNING = ("router noise 0.3", "router noise 1", "3 bits")
-"""Engines whose learning curves are drawn, each beside the exact one's."""
+"""Engines whose learning curves are drawn, each with the exact engine's."""
 
 
 def draw(path: Path, mismatch: Mapping[str, Any], curves: Mapping[str, Any]) -> None:
     """Writes the figure; its format is the path's suffix."""
-    # Names instead of outlines, and no date: the same figures give the same file.
+    # Fonts by name instead of outlines, and no date, so that the same figures give the same file.
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "parity", "font.size": 9}):
         figure, places = plt.subplots(2, 2, figsize=(11, 8), layout="constrained")
         first, *others = places.flat

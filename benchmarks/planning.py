@@ -1,12 +1,12 @@
-"""How far `etude plan` is from what a run really takes: memory of its processes, and seconds of its steps.
+"""Accuracy of `etude plan`: predicted against measured memory of a run's processes and time of its steps.
 
     python benchmarks/planning.py --checkpoint DIR [--config FILE] [--steps 5] [--case NAME ...]
         [--set KEY=VALUE ...] [--json FILE]
 
-Each case is a real `etude train` from a mid-trained checkpoint. Measured are the anonymous memory of all its
-processes, sandboxes and Ray's own left out, at its highest, and the wall time between two steps. Predicted
-is what a plan of the same configuration says, told what the run's sessions were like (tokens, turns, tools);
-its rates are those that it measures itself, before and after the run.
+Each case is a real `etude train` from a mid-trained checkpoint. Measured are the peak of the anonymous memory
+of all its processes, without sandboxes and Ray's own, and the wall time per step. The prediction is a plan of
+the same configuration, given the statistics of the run's sessions (tokens, turns, tools); its speeds are
+those that it measures itself, before and after the run.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ def _measure(asked: argparse.Namespace, case: list[str]) -> Figures:
             "peak_tflops": statistics.fmean(each["flops_per_s"] for each in rates) / 1e12,
             "bandwidth_gb_per_s": statistics.fmean(each["bytes_per_s"] for each in rates) / 1e9,
         }
-        told = [*overrides, *(f"plan.{name}={value:g}" for name, value in supposed.items())]
-        return _compare(run, peak_bytes, _plan(asked.config, told)) | supposed
+        given = [*overrides, *(f"plan.{name}={value:g}" for name, value in supposed.items())]
+        return _compare(run, peak_bytes, _plan(asked.config, given)) | supposed
 
 
 def _compare(run: RunDirectory, peak_bytes: float, plan: dict[str, Any]) -> Figures:
@@ -110,9 +110,9 @@ def _compare(run: RunDirectory, peak_bytes: float, plan: dict[str, Any]) -> Figu
 
 
 def _plan(config: Path, overrides: list[str]) -> dict[str, Any]:
-    """What `etude plan` says."""
-    told = _etude("plan", str(config), "--json", *_sets(overrides), stdout=subprocess.PIPE).communicate()[0]
-    plan = json.loads(told)
+    """The output of `etude plan`."""
+    output = _etude("plan", str(config), "--json", *_sets(overrides), stdout=subprocess.PIPE).communicate()[0]
+    plan = json.loads(output)
     processes = plan["processes"]
     kinds = ("ranks", "engines", "evaluations", "workers")
     several = 1 + sum(processes[kind] for kind in kinds)
@@ -120,7 +120,7 @@ def _plan(config: Path, overrides: list[str]) -> dict[str, Any]:
 
 
 def _library_bytes() -> float:
-    """What a process of a run takes before it has made anything."""
+    """Memory of a process after its imports."""
     code = (
         "import etude.controller.train, etude.controller.remote.arrangement\n"
         "from etude.controller.planning.machine import process_bytes; print(process_bytes())"
@@ -129,7 +129,7 @@ def _library_bytes() -> float:
 
 
 def _run(config: Path, overrides: list[str]) -> float:
-    """Runs it, and returns the most anonymous memory that its processes had at once."""
+    """Runs the training; returns the peak of its processes' anonymous memory."""
     peak = 0.0
     with _etude("train", "--config", str(config), *_sets(overrides), stdout=sys.stderr) as train:
         while train.poll() is None:
@@ -150,7 +150,7 @@ def _sets(overrides: list[str]) -> list[str]:
 
 
 def _processes(root: int) -> list[int]:
-    """The run's own: `root`, and those below it that trainers, engines and workers are."""
+    """The run's processes: `root`, and those of its descendants that are trainers, engines or workers."""
     parents: dict[int, int] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -185,7 +185,7 @@ def _anonymous_bytes(process: int) -> float:
 
 
 def _sessions(run: RunDirectory) -> Figures:
-    """What the sessions of all steps were like, as `[plan]` supposes it."""
+    """Statistics of the sessions of all steps, under the keys of `[plan]`."""
     groups = list(TrajectoryLog(run.trajectories).read())
     sessions = [member for group in groups for member in group.members if member.segments]
     rows = [row for row in read_metrics(run.metrics_file) if row["kind"] == "rl"]

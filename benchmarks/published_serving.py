@@ -1,5 +1,5 @@
-"""How fast a published model is sampled from, beside peers with the same float32 weights and as many threads:
-the part `serving` of `your_model.py`. The workload, its rounds and the peers are those of `inference.py`."""
+"""Sampling speed of a published model against peers with the same float32 weights and number of threads: part
+`serving` of `your_model.py`. Workload, rounds and peers are those of `inference.py`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from etude.training.checkpoints.importing import import_model
 from inference import PeerComparison, peer_results
 
 PEERS = {1: "llama_cpp", 16: "vllm"}
-"""By the number of sessions at once."""
+"""Number of concurrent sessions -> peer."""
 _CHOICES = {
     "ours": "2 threads, on a schedule",
     "llama_cpp": "2 threads, one cache",
@@ -27,10 +27,10 @@ _SECONDS_PER_TURN = 300.0
 
 
 def measure_serving(gguf: Path, rounds: int, at_once: Sequence[int]) -> tuple[Figures, dict[str, Any]]:
-    """How many times as many tokens our engine samples in a second, for each peer; and all rounds. `at_once`:
-    numbers of sessions, each with its peer.
+    """(our tokens per second over each peer's, all rounds). `at_once`: numbers of concurrent sessions, each
+    with its peer.
 
-    Sessions of three turns: a prompt of 200 to 600 tokens, answers of 48 and results of 20 to 200.
+    Sessions have three turns: a prompt of 200 to 600 tokens, answers of 48 and tool results of 20 to 200.
     """
     figures: Figures = {}
     comparisons: dict[str, PeerComparison] = {}

@@ -1,9 +1,9 @@
-"""The quickstart's claim: from nothing to an agent that mends functions that it never saw, seed by seed.
+"""The quickstart's claim: from random weights to an agent that fixes functions it never saw, seed by seed.
 
     python benchmarks/quickstart.py runs/seed-0 runs/seed-1 runs/seed-2 --json FILE --plot PNG
 
-Reads finished runs, and evaluates the snapshots that each kept on its way (greedy and at temperature 1, on
-frozen held-out tasks) for the learning curves. Evaluation is outside of the runs' own wall time.
+Reads finished runs, and evaluates their intermediate checkpoints (greedy and at temperature 1, on frozen
+held-out tasks) for the learning curves. Evaluation is not part of the runs' wall time.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SPLIT = "heldout"
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One policy of a run."""
+    """A point of the learning curve: one checkpoint's wall time and pass rates."""
 
     name: str
     wall_s: float
@@ -73,7 +73,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def seed_figures(report: dict[str, Any]) -> Figures:
-    """One seed's figures as the report has them."""
+    """One seed's figures, from its report."""
     before, after = report["heldout_before"], report["heldout_after"]
     family = report["heldout_family_after"]
     return {
@@ -101,7 +101,7 @@ def seed_figures(report: dict[str, Any]) -> Figures:
 
 
 def summarize_reports(reports: Sequence[dict[str, Any]]) -> Figures:
-    """Medians over seeds, and the worst seed where a bar asks for each."""
+    """Medians over seeds, and the worst seed for requirements that every seed must meet."""
     seeds = [seed_figures(report) for report in reports]
     medians = {name: statistics.median(seed[name] for seed in seeds) for name in seeds[0]}
     return medians | {
@@ -114,7 +114,7 @@ def summarize_reports(reports: Sequence[dict[str, Any]]) -> Figures:
 
 
 def learning_curve(run: RunDirectory, num_tasks: int) -> list[Point]:
-    """Every snapshot of a run, with the mid-trained and the final policy from its report."""
+    """Points of all intermediate checkpoints, with the mid-trained and the final one from the report."""
     report = run.read_json(run.report_file)
     rows = read_metrics(run.metrics_file)
     points: list[Point] = []
@@ -131,7 +131,7 @@ def learning_curve(run: RunDirectory, num_tasks: int) -> list[Point]:
 
 
 def plot_curves(curves: dict[str, list[Point]], path: Path) -> None:
-    """Wall time against held-out pass rate, one colour per seed; the marker is where RL begins."""
+    """Plots held-out pass rate by wall time, one colour per seed; a marker shows where RL begins."""
     figure, axes = plt.subplots(1, 2, figsize=(9, 3.4), sharey=True)
     for colour, (name, points) in zip(
         ("#2a5d9f", "#c4532d", "#2a8c82", "#b8a17a"), curves.items(), strict=False

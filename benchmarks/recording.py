@@ -1,11 +1,11 @@
-"""Claim: the recording endpoint costs little beside sampling, and an unmodified agent is one token sequence.
+"""Claim: the recording endpoint is cheap, and records an unmodified agent's session as one token sequence.
 
     python benchmarks/recording.py --json out.json [--harness PYTHON]
 
-A session of 200 turns with a sampler that answers at once: what finding the place of a history costs, and
-what a whole request over HTTP costs beyond it, at the start and at the end. `--harness`: a Python that has
-mini-swe-agent (2.x) installed; the agent then plays a scripted session through OpenAI's and through
-Anthropic's API, unmodified, in a directory of its own.
+A session of 200 turns with a sampler that answers at once: time to match a request's history to the recorded
+session, and time of a whole HTTP request beyond that, at the start and at the end. `--harness`: a Python with
+mini-swe-agent (2.x); the unmodified agent then plays a scripted session through OpenAI's and through
+Anthropic's API, in a directory of its own.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ print(json.dumps({"exit": done.get("exit_status"), "version": minisweagent.__ver
 
 
 def make_shelf() -> RendererShelf:
-    """A tokenizer of Qwen3's marks, of this benchmark's own words."""
+    """A tokenizer trained on this benchmark's texts, with Qwen3's control tokens."""
     tokenizer: Tokenizer = train_tokenizer([OUTPUT] * 4, 400, ["<|im_start|>", "<|im_end|>", *MARKS])
     return RendererShelf(tokenizer, HermesGrammar, QWEN3_TEMPLATE)
 
@@ -97,7 +97,7 @@ def answer_text(command: str) -> str:
 
 
 def make_sampler(shelf: RendererShelf, texts: Iterator[str]) -> ScriptedSampler:
-    """Answers at once, with the next text."""
+    """A sampler that answers at once with the next text."""
     renderer = shelf.find(Opening(tools=read_tools([TOOL])))
 
     def script(session_id: str, context: Any) -> Any:
@@ -107,19 +107,19 @@ def make_sampler(shelf: RendererShelf, texts: Iterator[str]) -> ScriptedSampler:
 
 
 def body(messages: list[dict[str, Any]]) -> dict[str, Any]:
-    """A request."""
+    """The body of a chat request."""
     return {"model": "m", "messages": messages, "tools": [TOOL]}
 
 
 def start() -> list[dict[str, Any]]:
-    """How the session begins."""
+    """The first messages of the session."""
     return [{"role": "system", "content": "You fix code."}, {"role": "user", "content": "Write tally.py."}]
 
 
 @contextmanager
 def serving(recordings: Recordings) -> Iterator[str]:
-    """The endpoint on a free port of this machine, in a thread."""
-    listener = socket.socket(proto=socket.IPPROTO_TCP)  # by which asyncio knows to send at once
+    """Serves the endpoint on a free loopback port, in a thread; yields its address."""
+    listener = socket.socket(proto=socket.IPPROTO_TCP)  # with this protocol asyncio sets TCP_NODELAY
     listener.bind(("127.0.0.1", 0))
     server = uvicorn.Server(uvicorn.Config(build_app(recordings), log_level="error"))
     thread = threading.Thread(target=lambda: asyncio.run(server.serve([listener])), daemon=True)
@@ -138,7 +138,7 @@ def serving(recordings: Recordings) -> Iterator[str]:
 
 
 def measure(store: Path) -> dict[str, float]:
-    """One session of NUM_TURNS turns: milliseconds of requests and of finding their place."""
+    """One session of NUM_TURNS turns: milliseconds per request, and per match of its history."""
     shelf = make_shelf()
     limits = RecordingLimits(session=MapLimits(max_context_tokens=1 << 20, max_session_tokens=1 << 22))
     sampler = make_sampler(shelf, iter(answer_text(f"sed -n {n}p a.py") for n in range(NUM_TURNS + 1)))
@@ -176,7 +176,7 @@ def measure(store: Path) -> dict[str, float]:
 
 
 def place_times(session_map: SessionMap, history: list[dict[str, Any]]) -> tuple[float, float]:
-    """Milliseconds of reading a request's history, and of finding where it goes on."""
+    """Milliseconds to (parse a request's history, match it to the session)."""
     data = json.dumps(body(history))
     reads: list[float] = []
     places: list[float] = []
@@ -191,7 +191,7 @@ def place_times(session_map: SessionMap, history: list[dict[str, Any]]) -> tuple
 
 
 def play_harness(python: str, api: str) -> dict[str, Any]:
-    """mini-swe-agent plays the scripted session through one API."""
+    """Plays the scripted session with mini-swe-agent through one API."""
     shelf = make_shelf()
     with tempfile.TemporaryDirectory() as directory:
         work, store = Path(directory) / "work", Path(directory) / "store"
@@ -233,7 +233,7 @@ def play_harness(python: str, api: str) -> dict[str, Any]:
 
 
 def turn_tokens(shelf: RendererShelf, command: str) -> Any:
-    """What the scripted sampler samples for one command."""
+    """The tokens that the scripted sampler samples for one command."""
     renderer = shelf.find(Opening(tools=read_tools([TOOL])))
     return renderer.encode([*renderer.grammar.split(answer_text(command)), renderer.template.end])
 

@@ -1,10 +1,10 @@
-"""What a session's turn costs the run's own process over Ray: with sessions in it, and with rollout workers.
+"""Processor time per session turn in a run's main process over Ray, with and without rollout workers.
 
     python benchmarks/rollout_workers.py --checkpoint DIR [--json FILE]
 
-Real sessions of a given model on generated tasks, sandboxes and grading included, one engine. Measured is the
-processor time of the run's process, all of its threads, Ray's among them: it bounds how many sessions one run
-can have. The two take turns; medians over blocks.
+Real sessions of a given model on generated tasks, with sandboxes and grading, on one engine. Measured is the
+processor time of all threads of the run's process, including Ray's: it limits the number of sessions of a
+run. The two modes alternate; medians over blocks.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from etude.tokens.tokenizer import Tokenizer
 
 _ROOM = {"cpus": 0.25}
 _WARM_UP = 16
-"""Sessions that are run first, and not measured: of caches, of connections."""
+"""Unmeasured sessions at the start, which fill caches and open connections."""
 
 
 def main() -> None:
@@ -106,7 +106,7 @@ async def _run(executor: Any, config: RunConfig, asked: argparse.Namespace) -> F
         await serve_model(parts.weights, parts.service, model, config.name)
 
         async def run(first: int, count: int) -> int:
-            """Runs so many of the tasks; their turns."""
+            """Runs `count` tasks from number `first` on; returns the number of turns."""
             some = tasks[first : first + count]
             ran = await play_sessions(
                 parts.environment,
@@ -134,7 +134,7 @@ async def _run(executor: Any, config: RunConfig, asked: argparse.Namespace) -> F
 
 
 def _processor_s() -> float:
-    """Of this process so far."""
+    """Processor time of this process so far."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     return usage.ru_utime + usage.ru_stime
 

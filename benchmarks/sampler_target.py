@@ -1,4 +1,4 @@
-"""A Sampler under load: exact tokens, no server in between."""
+"""Load target for a Sampler: exact tokens, no server in between."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from etude.records import SampleRequest, SamplingParams
 
 @dataclass(slots=True)
 class _Conversation:
-    """What a session's client keeps."""
+    """The client's state of a session."""
 
     tokens: list[int] = field(default_factory=list)
     digest: str | None = None
     sent: int = 0
-    """Tokens that the digest names."""
+    """Number of tokens covered by the digest."""
 
 
 class SamplerTarget:
-    """Plays sessions of random tokens, or of the recorded ones. No answer ends early: nothing is a stop."""
+    """Plays sessions of random or recorded tokens. No answer ends early, since there are no stop tokens."""
 
     def __init__(self, sampler: Sampler, vocab_size: int, seed: int = 0, temperature: float = 1.0) -> None:
         self._sampler = sampler
@@ -78,7 +78,7 @@ class SamplerTarget:
         )
         sampled: list[int] = []
         async for chunk in self._sampler.stream(request):
-            record.arrived(clock(), len(chunk.tokens))
+            record.add_piece(clock(), len(chunk.tokens))
             sampled += chunk.tokens.tolist()
             if chunk.finish is not None:
                 conversation.digest = chunk.prefix_digest

@@ -1,9 +1,9 @@
-"""What sandboxes cost, every backend that works here beside bubblewrap, native processes and SWE-ReX.
+"""Cost of sandboxes: every backend available here against bubblewrap, native processes and SWE-ReX.
 
     python benchmarks/sandbox.py [--backends local,gvisor,vm] [--json FILE] [--quick]
 
-Start + first command, exec, fork, snapshot, restore and memory of each; the local backend pairwise against
-bubblewrap and native in the same seconds; a bomb's effect on a neighbour; leaks after 1,000 sandboxes.
+Start + first command, exec, fork, snapshot, restore and memory of each backend; the local backend in pairs
+with bubblewrap and native processes; effect of a fork bomb on a neighbour; leaks after 1,000 sandboxes.
 """
 
 from __future__ import annotations
@@ -64,25 +64,25 @@ while True:
     open("disk", "ab").write(b"x")
     time.sleep(0.005)
 """
-"""A process that goes on while its guest moves."""
+"""A process that keeps running while its guest migrates."""
 
 Figures = dict[str, float]
 
 
 async def timed(operation: Awaitable[Any]) -> tuple[float, Any]:
-    """(milliseconds, result)."""
+    """Awaits an operation: (milliseconds, result)."""
     start_s = time.perf_counter()
     result = await operation
     return (time.perf_counter() - start_s) * 1e3, result
 
 
 async def median_ms(make: Callable[[], Awaitable[Any]], repetitions: int) -> float:
-    """Median time of an operation that is made anew each time."""
+    """Median time of the awaitables that `make` returns."""
     return statistics.median([(await timed(make()))[0] for _ in range(repetitions)])
 
 
 async def start_and_run(backend: SandboxBackend, template: Template) -> Sandbox:
-    """A new sandbox that has run its first command."""
+    """Creates a sandbox and runs its first command."""
     sandbox = await backend.create(template)
     result = await sandbox.commands.run("true", timeout_s=120)
     assert result.exit_code == 0, result
@@ -90,7 +90,7 @@ async def start_and_run(backend: SandboxBackend, template: Template) -> Sandbox:
 
 
 async def measure_backend(name: str, backend: SandboxBackend, repetitions: int) -> Figures:
-    """The table's column of one backend."""
+    """One backend's column of the table."""
     template = Template({"a.py": "x = 1\n"})
     await (await start_and_run(backend, template)).kill()
     figures: Figures = {}
@@ -152,14 +152,14 @@ async def memory_per_copy_mb(sandbox: Sandbox, count: int = 4) -> float:
 
 
 async def pytest_ratios(backend: SandboxBackend, repetitions: int) -> list[float]:
-    """A pytest run inside over the same natively, pair by pair."""
+    """Time of a pytest run in the sandbox over that of a native one, pair by pair."""
     packages = Path(pytest.__file__).parents[1]
     ratios: list[float] = []
     with tempfile.TemporaryDirectory() as folder:
         bundle = _pytest_bundle(packages)
         _write_tree(Path(folder), bundle)
         sandbox = await backend.create(Template({**SUITE, **bundle}), ROOMY)
-        # Both by the same interpreter: a name on PATH may be a wrapper script outside.
+        # Both use the same interpreter: outside, a name on PATH may be a wrapper script.
         command = f"PYTHONPATH={{}} {_python()} -m pytest -q -p no:cacheprovider test_*.py"
         inside = command.format("/workspace/.packages")
         native = command.format(f"{folder}/.packages")
@@ -186,7 +186,7 @@ def _write_tree(folder: Path, bundle: dict[str, bytes]) -> None:
 
 
 def _pytest_bundle(packages: Path) -> dict[str, bytes]:
-    """pytest and what it needs, as files of a template: the same ones inside and outside."""
+    """pytest and its dependencies as template files: the same ones are used inside and outside."""
     files: dict[str, bytes] = {}
     for name in ("pytest", "_pytest", "pluggy", "iniconfig", "packaging", "pygments"):
         for path in (packages / name).rglob("*.py"):
@@ -195,7 +195,7 @@ def _pytest_bundle(packages: Path) -> dict[str, bytes]:
 
 
 async def local_pairs(backend: SandboxBackend, repetitions: int) -> Figures:
-    """Start + first command, beside bubblewrap and a native process."""
+    """Start + first command, in pairs with bubblewrap and a native process."""
     template = Template({"a.py": "x = 1\n"})
     wrap = Bubblewrap.find()
     ours: list[float] = []
@@ -216,7 +216,7 @@ async def local_pairs(backend: SandboxBackend, repetitions: int) -> Figures:
 
 
 async def fork_20mb(backend: SandboxBackend, repetitions: int) -> Figures:
-    """Fork of a sandbox with 20 MB of files: until the copy can be used."""
+    """Time to fork a sandbox with 20 MB of files, until the copy is usable."""
     sandbox = await backend.create(Template(), ROOMY)
     for number in range(20):
         await sandbox.files.write(f"state/{number}.bin", os.urandom(STATE_BYTES // 20))
@@ -231,8 +231,8 @@ async def fork_20mb(backend: SandboxBackend, repetitions: int) -> Figures:
 
 
 async def moves(scratch: Path, repetitions: int) -> Figures:
-    """Moves between two hosts' backends that share no file but the guest image, of a guest in which a process
-    works on its memory and its disk."""
+    """Migrates a guest, in which a process uses memory and disk, between the backends of two hosts that share
+    only the guest image."""
     state = default_state_directory()
     for name in ("here", "there"):
         (scratch / name).mkdir()
@@ -255,7 +255,7 @@ async def moves(scratch: Path, repetitions: int) -> Figures:
 
 
 async def neighbour(backend: SandboxBackend, repetitions: int) -> Figures:
-    """Median time of a neighbour's command while a bomb goes off, over that of a quiet minute."""
+    """Median time of a neighbour's command during a fork bomb, over that on an idle machine."""
     quiet_one = await backend.create()
     figures: Figures = {}
     for name, bomb in BOMBS.items():
@@ -295,7 +295,7 @@ async def leaks(backend: SandboxBackend, count: int, at_once: int = 50) -> Figur
 
 
 def _traces() -> int:
-    """What a leak would add to: our processes, our descriptors, our control groups."""
+    """Number of our processes, descriptors and control groups, which leaks would increase."""
     groups = sum(1 for _ in Path("/sys/fs/cgroup").glob("*/etude-*/*/cgroup.procs"))
     return len(_family(os.getpid())) + len(list(Path("/proc/self/fd").iterdir())) + groups
 
@@ -331,7 +331,7 @@ def proportional_bytes(root: int) -> int:
 
 
 async def measure(names: list[str], repetitions: int) -> tuple[Figures, dict[str, Any]]:
-    """(figures by the names that they are known by, tables by backend and peer)."""
+    """(named figures, tables by backend and peer)."""
     figures: Figures = {}
     tables: dict[str, Any] = {}
     for name in names:
@@ -363,12 +363,12 @@ async def measure(names: list[str], repetitions: int) -> tuple[Figures, dict[str
 
 
 def _state(name: str, scratch: Path) -> Path | None:
-    """The vm backend needs its guest image, which lies in the usual place."""
+    """State directory of a backend: the default for `vm`, which needs its guest image there."""
     return None if name == "vm" else scratch
 
 
 def _named(tables: dict[str, Any]) -> Figures:
-    """Figures that have names of their own."""
+    """The figures that docs quote, selected from the tables."""
     names = {
         "local_pytest_vs_native": ("local", "pytest_vs_native", 1.0),
         "local_memory_mb": ("local", "memory_per_copy_mb", 1.0),

@@ -1,10 +1,9 @@
-"""A fleet's scheduler: what a decision costs, and a simulated burst of 100,000 sandboxes with its parts.
+"""A fleet's scheduler: time of a placement decision, and a simulated burst of 100,000 sandboxes.
 
 python benchmarks/sandbox_fleet.py [--json FILE] [--sandboxes N] [--create-p50-ms MS] [--create-p90-ms MS]
 
-The simulation drives the fleet's own scheduler. Its inputs: the time of one start as measured
-by benchmarks/sandbox.py, the work of the fleet for each start as measured here, and the assumptions that
-docs/fleet.md lists.
+The simulation uses the fleet's real scheduler. Its inputs: the start time measured by benchmarks/sandbox.py,
+the fleet's work per start as measured here, and the assumptions listed in docs/fleet.md.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ REPETITIONS = 5
 
 
 class InstantSandbox:
-    """Nothing but an id: what is measured is the fleet around it."""
+    """A sandbox that is only an id: the fleet around it is measured."""
 
     def __init__(self, number: int) -> None:
         self.id = str(number)
@@ -50,7 +49,7 @@ class InstantSandbox:
 
 
 class InstantHost:
-    """Makes sandboxes in no time."""
+    """A host that creates sandboxes instantly."""
 
     def __init__(self) -> None:
         self._numbers = itertools.count()
@@ -72,7 +71,7 @@ class InstantHost:
 
 
 def decision_s(num_placements: int) -> float:
-    """Median time of one decision, the fleet filling up from empty; 125 hosts."""
+    """Median time of one placement while a fleet of 125 hosts fills up from empty."""
     request = Request(Resources(memory_bytes=512 << 20))
     times: list[float] = []
     for seed in range(REPETITIONS):
@@ -86,7 +85,7 @@ def decision_s(num_placements: int) -> float:
 
 
 async def create_overhead_s(num_creates: int = 5000, at_once: int = 100) -> float:
-    """Median time of one `Fleet.create` beyond what the host does; 125 hosts in this process."""
+    """Median time of one `Fleet.create` without the host's work; 125 hosts in this process."""
     times: list[float] = []
     for _ in range(REPETITIONS):
         hosts = {f"host-{n}": HostSpec(InstantHost()) for n in range(125)}  # type: ignore[arg-type]
@@ -101,7 +100,7 @@ async def create_overhead_s(num_creates: int = 5000, at_once: int = 100) -> floa
 
 
 def scenarios(base: Scenario) -> dict[str, tuple[str, Scenario]]:
-    """Prefix of the figures -> (what it is, scenario). The empty prefix is the headline."""
+    """Prefix of the figures -> (title, scenario). The empty prefix is the headline."""
     return {
         "": ("each host starts 64 at once", base),
         "serial_": ("each host starts one at a time", replace(base, create_slots=1)),
@@ -109,7 +108,7 @@ def scenarios(base: Scenario) -> dict[str, tuple[str, Scenario]]:
 
 
 def figures_of(prefix: str, outcome: Outcome) -> dict[str, float]:
-    """The specified figures of one burst; their names say 100k also for a trial of another size."""
+    """Figures of one burst; their names contain 100k even for a trial of another size."""
     return {
         f"{prefix}burst_100k_s": outcome.burst_s,
         f"{prefix}start_p50_s": outcome.start_p50_s,
@@ -129,7 +128,7 @@ def print_row(title: str, outcome: Outcome) -> None:
 
 
 def measure(base: Scenario, with_all: bool) -> tuple[dict[str, float], dict[str, Any]]:
-    """Figures, and everything else that the bursts told."""
+    """(figures, details of all bursts)."""
     figures: dict[str, float] = {}
     details: dict[str, Any] = {}
     print(
@@ -152,7 +151,7 @@ def measure(base: Scenario, with_all: bool) -> tuple[dict[str, float], dict[str,
 
 
 def write_json(path: Path, figures: Mapping[str, float], inputs: Any, details: Any) -> None:
-    """The format of all benchmarks' results."""
+    """Writes the result file in the format of all benchmarks."""
     result = {
         "figures": dict(figures),
         "peers": {"inputs": inputs, "bursts": details},
@@ -164,7 +163,7 @@ def write_json(path: Path, figures: Mapping[str, float], inputs: Any, details: A
 
 
 def plain(value: Any) -> Any:
-    """Infinite numbers as text, which JSON cannot say otherwise."""
+    """Replaces infinite numbers, which JSON lacks, by text."""
     if isinstance(value, dict):
         return {key: plain(item) for key, item in value.items()}
     return str(value) if isinstance(value, float) and math.isinf(value) else value

@@ -1,9 +1,9 @@
-"""A fleet over real servers in network namespaces: placement, and the death of a server.
+"""A fleet over real servers in network namespaces: latency of placement, and reaction to a killed server.
 
 python benchmarks/sandbox_hosts.py [--json FILE] [--hosts N]
 
-Needs root and the programs ip and nsenter. All hosts share this machine's processor: what is measured is the
-path from `Fleet.create` over HTTP to a running command, not what several machines would do together.
+Needs root and the programs ip and nsenter. All hosts share this machine's processors: this measures the path
+from `Fleet.create` over HTTP to a running command, not the throughput of several machines.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from etude.sandbox.template import Template
 
 REPETITIONS = 5
 NUM_CREATES = 60
-"""Of one repetition, one by one and 16 at once."""
+"""Sandboxes per repetition, created one by one and 16 at once."""
 TEMPLATE = Template({"code.py": "print('hello')\n"})
 
 Figures = dict[str, float]
 
 
 async def first_commands(backend: SandboxBackend, num: int, at_once: int) -> list[float]:
-    """Seconds from asking for a sandbox to the end of its first command."""
+    """Seconds from requesting each sandbox to the end of its first command."""
     slots = asyncio.Semaphore(at_once)
 
     async def one() -> float:
@@ -53,8 +53,8 @@ async def first_commands(backend: SandboxBackend, num: int, at_once: int) -> lis
     return await asyncio.gather(*(one() for _ in range(num)))
 
 
-async def placement(fleet: Fleet) -> Figures:
-    """Latencies over the fleet and, side by side, over one of its servers without the fleet."""
+async def measure_placement(fleet: Fleet) -> Figures:
+    """Latencies through the fleet and, for comparison, of one of its servers without the fleet."""
     direct = next(iter(fleet.registry.hosts.values())).backend
     samples: dict[str, list[float]] = {}
     for _ in range(REPETITIONS):
@@ -69,16 +69,16 @@ async def placement(fleet: Fleet) -> Figures:
     return figures
 
 
-async def make(fleet: Fleet, num: int) -> list[Any]:
+async def create_sandboxes(fleet: Fleet, num: int) -> list[Any]:
     return await asyncio.gather(*(fleet.create(TEMPLATE, RESOURCES) for _ in range(num)))
 
 
-async def end(boxes: list[Any]) -> None:
+async def kill_sandboxes(boxes: list[Any]) -> None:
     await asyncio.gather(*(box.kill() for box in boxes))
 
 
-async def lost_s(call: Awaitable[object]) -> float:
-    """When a call said that its sandbox is lost, on the clock of `time.perf_counter`."""
+async def wait_for_loss(call: Awaitable[object]) -> float:
+    """Awaits a call that raises SandboxLostError; returns the time, by `time.perf_counter`."""
     try:
         await call
     except SandboxLostError:
@@ -86,50 +86,50 @@ async def lost_s(call: Awaitable[object]) -> float:
     raise SystemExit("a sandbox outlived its server")
 
 
-async def until(condition: Callable[[], bool]) -> float:
-    """When a condition held, on the clock of `time.perf_counter`."""
+async def wait_until(condition: Callable[[], bool]) -> float:
+    """Polls a condition until it holds; returns the time, by `time.perf_counter`."""
     async with asyncio.timeout(60):
-        while not condition():  # noqa: ASYNC110 - what is waited for has no event
+        while not condition():  # noqa: ASYNC110 - there is no event for it
             await asyncio.sleep(0.002)
     return time.perf_counter()
 
 
-async def death(fleet: Fleet, hosts: list[ServerHost]) -> Figures:
-    """Seconds from `kill -9` of a server to what its clients notice."""
+async def measure_death(fleet: Fleet, hosts: list[ServerHost]) -> Figures:
+    """Seconds from `kill -9` of a server until its clients notice."""
     rows: list[Figures] = []
     for number in range(REPETITIONS):
         host = hosts[number % len(hosts)]
         state = fleet.registry.scheduler.hosts[host.name]
         boxes: list[Any] = []
         while len(boxes) < 4:
-            made = await make(fleet, 16)
+            made = await create_sandboxes(fleet, 16)
             boxes += [box for box in made if box.host.name == host.name]
-            await end([box for box in made if box.host.name != host.name])
-        in_flight = asyncio.ensure_future(lost_s(boxes[0].commands.run("sleep 50", 60.0)))
-        # Somewhere between two heartbeats.
+            await kill_sandboxes([box for box in made if box.host.name != host.name])
+        in_flight = asyncio.ensure_future(wait_for_loss(boxes[0].commands.run("sleep 50", 60.0)))
+        # At a different point between two heartbeats in each repetition.
         await asyncio.sleep(1.0 + number / REPETITIONS)
         host.remember()
         began_s = time.perf_counter()
         host.kill()
         seen = {
             "in_flight": in_flight,
-            "next_command": asyncio.ensure_future(lost_s(boxes[1].commands.run("true"))),
-            "next_read": asyncio.ensure_future(lost_s(boxes[2].files.read("code.py"))),
-            "host_dead": asyncio.ensure_future(until(lambda state=state: not state.alive)),
+            "next_command": asyncio.ensure_future(wait_for_loss(boxes[1].commands.run("true"))),
+            "next_read": asyncio.ensure_future(wait_for_loss(boxes[2].files.read("code.py"))),
+            "host_dead": asyncio.ensure_future(wait_until(lambda state=state: not state.alive)),
         }
         created = await fleet.create(TEMPLATE, RESOURCES)
         row = {"create_at_once": time.perf_counter() - began_s}
         row |= {name: await task - began_s for name, task in seen.items()}
         rows.append(row)
         await created.kill()
-        # By now some call has told the fleet.
+        # By now the fleet knows from a failed call that the host is dead.
         began_s = time.perf_counter()
         created = await fleet.create(TEMPLATE, RESOURCES)
         row["create_once_noticed"] = time.perf_counter() - began_s
         await created.kill()
         host.launch()
         await host.wait_until_ready()
-        await until(lambda name=host.name: fleet.registry.scheduler.hosts[name].alive)
+        await wait_until(lambda name=host.name: fleet.registry.scheduler.hosts[name].alive)
     figures: Figures = {}
     for name in rows[0]:
         figures[f"killed_{name}_median_ms"] = statistics.median(row[name] for row in rows) * 1e3
@@ -138,14 +138,14 @@ async def death(fleet: Fleet, hosts: list[ServerHost]) -> Figures:
 
 
 def measure(net: Network) -> Figures:
-    """All figures, each part on fresh servers."""
+    """All figures, each part with new servers."""
 
     async def scenario() -> Figures:
         figures: Figures = {}
         async with fleet_over(net.hosts, FleetConfig()) as fleet:
-            figures |= await placement(fleet)
+            figures |= await measure_placement(fleet)
         async with fleet_over(net.hosts, FleetConfig()) as fleet:
-            figures |= await death(fleet, net.hosts)
+            figures |= await measure_death(fleet, net.hosts)
         return figures
 
     return net.run(scenario)

@@ -45,11 +45,11 @@ asyncio.run(main())
 
 
 ENVIRONMENT = {"LANG": "C.UTF-8", "PYTHONDONTWRITEBYTECODE": "1", "PYTHONHASHSEED": "0"}
-"""What commands in a sandbox find beside PATH and HOME."""
+"""Environment variables of commands in a sandbox, in addition to PATH and HOME."""
 
 
 async def native_command(cmd: str, cwd: str) -> str:
-    """Output of a plain process with a sandbox's environment: the floor."""
+    """Runs a plain process with a sandbox's environment, the lower bound; returns its output."""
     process = await asyncio.create_subprocess_exec(
         "/bin/sh", "-c", cmd, cwd=cwd, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
         stdin=asyncio.subprocess.DEVNULL, env={**ENVIRONMENT, "PATH": os.environ["PATH"], "HOME": cwd},
@@ -60,13 +60,13 @@ async def native_command(cmd: str, cwd: str) -> str:
 
 @dataclass(frozen=True)
 class Bubblewrap:
-    """bubblewrap with the namespaces, mounts and filter of a local sandbox."""
+    """bubblewrap with the namespaces, mounts and system call filter of a local sandbox."""
 
     program: str
 
     @classmethod
     def find(cls) -> Bubblewrap | None:
-        """None where it is not installed."""
+        """bubblewrap, or None if it is not installed."""
         program = shutil.which("bwrap")
         return None if program is None else cls(program)
 
@@ -99,11 +99,11 @@ class Bubblewrap:
 
 
 class SweRex:
-    """SWE-ReX's local deployment, in an environment of its own. It isolates nothing."""
+    """SWE-ReX's local deployment, in a Python environment of its own. It has no isolation."""
 
     @staticmethod
     async def measure(repetitions: int) -> dict[str, float]:
-        """Medians of start + first command and of one command; empty where it cannot be installed."""
+        """Medians of start + first command and of one command; empty if it cannot be installed."""
         try:
             python = await asyncio.to_thread(python_of, "swe-rex")
             program = [python, "-c", _SWE_REX_PROGRAM, str(repetitions)]

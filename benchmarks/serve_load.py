@@ -1,4 +1,4 @@
-"""Sends agent sessions to a server of OpenAI's API (`etude serve`, `etude route`, vLLM) and times it.
+"""Load-tests a server with OpenAI's API (`etude serve`, `etude route`, vLLM) with agent sessions.
 
     python benchmarks/serve_load.py http://127.0.0.1:8670 [--sessions 32] [--json]
 
@@ -42,11 +42,11 @@ from etude.serving.client import Client
 EXIT_ERRORS = 1
 _ANSWER_S = 30.0
 _CONTEXT_SHARE = 0.85
-"""Of a model's context, what the lengths of a session may fill as they are planned."""
+"""Share of a model's context that the planned length of a session may fill."""
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """The command-line parser."""
     parser = argparse.ArgumentParser(
         usage="%(prog)s URL [options]",
         description=__doc__,
@@ -83,7 +83,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _number(kind: type[int] | type[float], least: float) -> Callable[[str], float]:
-    """A reader of numbers that are at least so much."""
+    """An argparse type for numbers of at least `least`."""
 
     def number(text: str) -> float:
         value = kind(text)
@@ -95,7 +95,7 @@ def _number(kind: type[int] | type[float], least: float) -> Callable[[str], floa
 
 
 def _pair(text: str) -> tuple[float, float]:
-    """A or A-B."""
+    """Parses "A" or "A-B"."""
     low, _, high = text.partition("-")
     try:
         return float(low), float(high or low)
@@ -126,7 +126,7 @@ def _fields(text: str) -> dict[str, Any]:
 
 
 def plan_sessions(options: argparse.Namespace) -> list[LoadSession]:
-    """Recorded or synthetic sessions, as the options say. Raises UserError."""
+    """The recorded or synthetic sessions that the options describe. Raises UserError."""
     if options.recorded is not None:
         return recorded_sessions(options.recorded, options.sessions)
     if options.api == "tokens":
@@ -147,7 +147,7 @@ def plan_sessions(options: argparse.Namespace) -> list[LoadSession]:
 
 
 async def measure_server(options: argparse.Namespace, sessions: list[LoadSession]) -> LoadReport:
-    """Plays the sessions, none of them longer than the model's context. Raises EtudeError, TimeoutError."""
+    """Plays the sessions, shortened to the model's context if necessary. Raises EtudeError, TimeoutError."""
     key = read_secret_file(options.key_file, "--key-file")
     model, context = await find_model(options.url, key, options.model)
     target = HttpTarget(options.url, model, options.api, key, options.extra)
@@ -178,8 +178,8 @@ async def measure_server(options: argparse.Namespace, sessions: list[LoadSession
 def fit_context(
     sessions: list[LoadSession], context: int, message_tokens: int
 ) -> tuple[list[LoadSession], str]:
-    """The sessions, none longer than the model's context, and what was done to them, for people."""
-    # Words are whole, and what a model says may be other tokens when it is read again.
+    """(sessions shortened to the model's context, a message that says what was changed)."""
+    # A margin: inputs are whole words, and an answer may have more tokens when it is tokenised again.
     room = int(context * _CONTEXT_SHARE)
     fitted = [shorten(one, max(0, room - 2 * message_tokens * len(one.turns))) for one in sessions]
     num_shorter = sum(one is not before for one, before in zip(fitted, sessions, strict=True))
@@ -188,9 +188,9 @@ def fit_context(
 
 
 async def find_model(url: str, key: str | None, wanted: str | None) -> tuple[str, int | None]:
-    """The model to ask for, the first unless one is named, and its context in tokens if the server says so.
+    """(name of the model, the server's first unless `wanted`; its context in tokens, None if not reported).
 
-    Raises UserError where the server names no model and none was named.
+    Raises UserError if the server lists no model and none was given.
     """
     try:
         async with Client(url.rstrip("/").removesuffix("/v1"), key, within_s=_ANSWER_S) as client:
@@ -209,7 +209,7 @@ async def find_model(url: str, key: str | None, wanted: str | None) -> tuple[str
 
 
 def print_report(report: LoadReport) -> None:
-    """Two tables for people, and what failed."""
+    """Prints two tables and the errors."""
     hits = "not reported" if report.cache_hit_rate is None else f"{100 * report.cache_hit_rate:.1f} %"
     rows = [
         ("wall time", f"{report.wall_s:.2f} s"),
@@ -238,7 +238,7 @@ def _milliseconds(seconds: float) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit code: 0 done, 1 a turn failed, 2 a mistake of the user, 3 the server failed."""
+    """Returns the exit code: 0 success, 1 a turn failed, 2 a usage error, 3 the server failed."""
     options = build_parser().parse_args(arguments)
     try:
         report = asyncio.run(measure_server(options, plan_sessions(options)))

@@ -1,9 +1,9 @@
-"""What it takes until a command, or a process of a run, begins to work: processor time of the whole process.
+"""Start-up cost of commands and of a run's processes: processor time of the whole process.
 
     python benchmarks/startup.py [--rounds N] [--json FILE]
 
-Each is started in turn, round after round; medians, and for what needs PyTorch the median ratio to importing
-PyTorch alone in the same round. Files are in the page cache after a first round, which is not measured.
+Each is started in turn, round after round; medians, and for those that need PyTorch the median ratio to
+importing PyTorch alone in the same round. An unmeasured first round fills the page cache.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def summarise(times: dict[str, list[float]]) -> Figures:
 
 
 def processor_time_s(command: Sequence[str]) -> float:
-    """User and system time of a process and of what it waited for. Raises CalledProcessError."""
+    """User and system time of a process and its finished children. Raises CalledProcessError."""
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     _, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)

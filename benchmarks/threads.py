@@ -1,16 +1,16 @@
-"""How fast mid-training is on the threads that it chooses, beside other numbers and the machine's limits.
+"""Speed of mid-training with the number of threads that it chooses, against other numbers and the roofline.
 
     python benchmarks/threads.py [--config configs/quickstart.toml] [--json FILE] [--rounds 5] [--seconds 60]
 
-Each round begins a stage anew and lets it choose (`ThreadChoice`), then trains a minute on each number of
-threads from 1 to all cores, with a model and batches of its own each. `chosen_vs_best` is the speed on the
-chosen number over that on the fastest of the round; medians over rounds.
+Each round starts a new stage and lets it choose (`ThreadChoice`), then trains for a minute with each number
+of threads from 1 to all cores, each with its own model and batches. `chosen_vs_best`: speed with the chosen
+number over the fastest of the round; medians over rounds.
 
 `training_share_of_matrix_rate`: multiply-adds of the model's products, forward and backward, over the wall
 time of whole steps (batches, optimiser and all), over the best single-thread rate of a 1,024-cubed product
 within the same minute (PyTorch's or the native one, whichever is faster) times the threads that were chosen.
-It is to reach 0.45, or 0.8 of what the model's own shapes reach by themselves, if that is less. Where others
-use the cores the wall says how much they left: `share_by_processor_time` is the same over processor time.
+The target is 0.45, or 0.8 of the rate of the model's own shapes by themselves, if that is less. Wall time
+depends on other load on the cores; `share_by_processor_time` is the same over processor time.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ from etude.observe.observer import SilentObserver
 from etude.training import Document, NextTokenTrainer, ShuffledDocuments
 
 _SCALE = 20
-"""The corpus is so many times smaller than the configuration's: its documents are as long."""
+"""Factor by which the corpus is smaller than the configuration's, with documents of equal length."""
 _WARM_STEPS = 2
 _MATRIX_S = 1.0
-"""For which products of one shape are repeated."""
+"""Duration for which products of one shape are repeated."""
 _BATCH_TOKENS = 768
 WANTED_SHARE, WANTED_OF_ROOFLINE = 0.45, 0.8
 Shape = tuple[int, int, int]
 
 
 class Stage:
-    """A mid-training of its own, which counts the multiply-adds of its products."""
+    """A mid-training stage that counts the multiply-adds of its matrix products."""
 
     def __init__(self, config: RunConfig, documents: Sequence[Document], vocab_size: int, seed: int) -> None:
         self.model = LanguageModel(config.model, vocab_size)
@@ -70,8 +70,8 @@ class Stage:
         return self._trainer.step()
 
     def train(self, seconds: float) -> tuple[float, float, float]:
-        """Trains for so long; returns tokens and multiply-adds per second, and multiply-adds per second of
-        processor time."""
+        """Trains for `seconds`; returns (tokens per second, multiply-adds per second, multiply-adds per
+        second of processor time)."""
         for _ in range(_WARM_STEPS):
             self.step()
         self.products, tokens = 0.0, 0.0
@@ -82,8 +82,8 @@ class Stage:
 
 
 def count_products(config: ModelConfig, vocab_size: int, document: Document) -> float:
-    """Multiply-adds of a document's products, attention's among them, forward and twice as many backward.
-    Behind the last attention only rows that predict a weighted token are computed."""
+    """Multiply-adds of a document's matrix products, including attention, forward and twice as many backward.
+    After the last attention only rows that predict a weighted token are computed."""
     length, wanted = len(document.tokens), int((document.weights[1:] > 0).sum())
     width, heads, kv_heads = config.hidden_size, config.num_heads, config.num_kv_heads
     inwards = width * (heads + 2 * kv_heads) * config.head_dim
@@ -95,7 +95,7 @@ def count_products(config: ModelConfig, vocab_size: int, document: Document) -> 
 
 
 def measure_product(shape: Shape, seconds: float = _MATRIX_S) -> float:
-    """Multiply-adds per second of one product on one thread: the best of PyTorch's and the native one."""
+    """Multiply-adds per second of one product on one thread: the better of PyTorch's and the native one."""
     rows, depth, columns = shape
     a, b, out = torch.randn(rows, depth), torch.randn(depth, columns), torch.empty(rows, columns)
     ways: list[Callable[[], object]] = [lambda: torch.mm(a, b, out=out)]
@@ -113,7 +113,7 @@ def measure_product(shape: Shape, seconds: float = _MATRIX_S) -> float:
 
 
 def own_shapes(config: ModelConfig, vocab_size: int) -> list[Shape]:
-    """The forward products of a micro-batch: a layer's, weighted as often as they come, and the head's."""
+    """Shapes of a micro-batch's forward products: a layer's, repeated as often as they occur, and the head's."""
     width, inner, tokens = config.hidden_size, config.expert_size, _BATCH_TOKENS
     rows = max(1, tokens * config.experts_per_token // config.num_experts)
     heads = config.num_heads * config.head_dim
@@ -126,7 +126,7 @@ def own_shapes(config: ModelConfig, vocab_size: int) -> list[Shape]:
 
 
 def measure_roofline(config: ModelConfig, vocab_size: int) -> float:
-    """Rate at which the model's own shapes are multiplied by themselves, on one thread."""
+    """Rate of multiplying only the model's own shapes, on one thread."""
     shapes = own_shapes(config, vocab_size)
     rates = {shape: measure_product(shape, _MATRIX_S / 4) for shape in set(shapes)}
     products = [float(np.prod(shape)) for shape in shapes]
@@ -136,7 +136,7 @@ def measure_roofline(config: ModelConfig, vocab_size: int) -> float:
 def measure_round(
     config: RunConfig, documents: Sequence[Document], vocab_size: int, seconds: float, number: int
 ) -> Figures:
-    """One choice, and one run on each number of threads, the first of which changes from round to round."""
+    """One choice, and one run with each number of threads, in an order rotated from round to round."""
     cores = set_threads(0)
     stage = Stage(config, documents, vocab_size, number)
     choice = ThreadChoice(config, stage.model, "mid-training", print)

@@ -60,18 +60,18 @@ from etude_quickstart.corpus import load_sessions, make_documents, train_corpus_
 from etude_quickstart.generator import TaskGenerator
 
 STUDY = {"decode_tokens_per_s": 2_100.0, "prefill_tokens_per_s": 7_900.0, "training_tokens_per_s": 6_300.0}
-"""In-loop figures of the feasibility study that the project began with, on a machine of the same kind."""
+"""In-loop figures of the project's initial feasibility study, on a machine of the same kind."""
 MIDTRAIN_STEPS = 400
 MAX_GAP = 1e-4
 RATES = ("decode", "prefill", "training")
 
 
 class WaveRecorder:
-    """A Sampler that notes which sessions were live together, and otherwise only passes on."""
+    """A Sampler that records which sessions ran concurrently and forwards all calls."""
 
     def __init__(self, sampler: Sampler) -> None:
         self.waves: list[list[str]] = []
-        """Session ids; a wave ends when nobody is live."""
+        """Session ids; a wave ends when no session is open."""
         self._sampler = sampler
         self._live: set[str] = set()
 
@@ -97,8 +97,8 @@ class WaveRecorder:
         self._sampler.abort(request_id)
 
 
-class KeepingCollector(GroupCollector):
-    """Keeps what it collected last, for the replay."""
+class RecordingCollector(GroupCollector):
+    """A collector that stores its last result, for the replay."""
 
     last: Collected
 
@@ -110,7 +110,7 @@ class KeepingCollector(GroupCollector):
 
 @dataclass
 class Measurements:
-    """One entry per counted block."""
+    """Measurements of the counted blocks, one entry each."""
 
     ours: list[Figures] = field(default_factory=list[Figures])
     baseline: list[Figures] = field(default_factory=list[Figures])
@@ -123,19 +123,19 @@ class Blocks:
     """Measures a block after each RL step: the step itself, then its replay through the baseline."""
 
     def __init__(self, config: RunConfig, parts: Parts, trainer: RlTrainer, baseline: Baseline) -> None:
-        """Sampling gets the threads of the configuration, training and the baseline those set now."""
+        """Sampling uses the configuration's number of threads, training and baseline the current one."""
         self.done = Measurements()
         self._all_threads = torch.get_num_threads()
         self._config, self._parts, self._trainer, self._baseline = config, parts, trainer, baseline
         self.recorder = WaveRecorder(parts.service)
         source = TaskGenerator(config.seed, "train", level_weights=config.rl.level_weights)
-        self.collector = KeepingCollector(
+        self.collector = RecordingCollector(
             parts.environment, self.recorder, source.task, config.rl, config.name, config.seed
         )
         self._warm = False
 
     def attach(self, loop: ReinforcementLoop) -> None:
-        """Begins to count."""
+        """Starts the first block."""
         self._loop = loop
         self._sampled_with = to_huggingface(self._trainer.model)
         self._begin()
@@ -191,7 +191,7 @@ class Blocks:
 def replay_waves(
     baseline: Baseline, waves: Sequence[Sequence[Segment]], delay_steps: int
 ) -> tuple[Figures, Tensor]:
-    """Rates of the baseline over sessions as they were live, and the gap of each sampled token's logprob."""
+    """(rates of the baseline over the recorded waves, log-probability gap of each sampled token)."""
     prefill, decode = Work(), Work()
     gaps: list[Tensor] = []
     for wave in waves:
@@ -216,7 +216,7 @@ def _messages(segment: Segment) -> list[tuple[int, int]]:
 
 
 def _updates(groups: Sequence[Group], config: RunConfig) -> tuple[list[list[dict[str, Tensor]]], int]:
-    """What the trainer trained on, for the baseline, and the number of its tokens."""
+    """(the trainer's data in the baseline's format, its number of tokens)."""
     rl = config.rl.model_copy(update={"router_replay": "off"})
     limits = ModelLimits(config.tokenizer.vocab_size, config.model.max_positions)
     version = PolicyVersion(config.name, 0)
@@ -266,7 +266,7 @@ def _one_line(ours: Figures, theirs: Figures) -> str:
     )
 
 
-# ---- what comes out -----------------------------------------------------------------------------
+# ---- results -----------------------------------------------------------------------------
 
 
 def summarise(done: Measurements, roofline: Roofline, model: ModelConfig, vocab_size: int) -> Figures:
@@ -295,7 +295,7 @@ def summarise(done: Measurements, roofline: Roofline, model: ModelConfig, vocab_
 def limits_s(
     ours: Figures, contexts: Figures, roofline: Roofline, model: ModelConfig, vocab_size: int
 ) -> Figures:
-    """The least seconds per token by arithmetic and memory traffic alone: see `docs/performance.md`."""
+    """Lower bounds of seconds per token by arithmetic and memory traffic: see `docs/performance.md`."""
     decode = token_cost(model, vocab_size, contexts["decode"])
     rows = ours["decode_tokens"] / ours["engine_steps"]
     decode_bytes = decode.kv_read_bytes + decode.kv_write_bytes + decode.weight_bytes / rows
@@ -310,7 +310,7 @@ def limits_s(
 
 
 def _budget(block: Figures) -> Figures:
-    """Wall seconds of one RL step by what they went to."""
+    """Wall seconds of one RL step by activity."""
     environment_s = block["rollout_s"] - block["engine_s"] - block["waiting_for_tools_s"]
     parts = {
         "budget_engine_s": block["engine_s"],
@@ -366,7 +366,7 @@ def midtrain(config: RunConfig, directory: Path) -> None:
 
 
 def run(config: RunConfig, checkpoint: Path, num_steps: int) -> tuple[Figures, dict[str, Any]]:
-    """Measures; returns figures and peers. SystemExit where the baseline does not compute the same."""
+    """Measures: (figures, peers). Raises SystemExit if the baseline's results differ from ours."""
     model = load_model(checkpoint)
     config = config.model_copy(update={"model": model.config})
     threads = set_threads(config.num_threads)

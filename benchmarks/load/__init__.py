@@ -1,4 +1,4 @@
-"""The load generator: agent sessions against a server or a sampler, and what they saw."""
+"""The load generator: plays agent sessions against a server or a sampler and measures latency and errors."""
 
 from benchmarks.load.report import LoadReport as LoadReport
 from benchmarks.load.report import summarise as summarise

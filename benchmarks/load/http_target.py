@@ -1,4 +1,4 @@
-"""A server that speaks OpenAI's API, under load: streamed answers, timed as their events come."""
+"""Load target for a server with OpenAI's API: streamed answers, timed event by event."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from etude.inference.headers import SESSION_HEADER
 from etude.serving.client import Answer, Client, NoAnswerError, check_address, error_in, read_events
 
 Api = Literal["chat", "completions", "tokens"]
-"""`tokens`: completions of token ids, as they were recorded; for servers with the tokenizer of the record."""
+"""`tokens`: completions of recorded token ids, for servers with the recording's tokenizer."""
 _PROBE_WORDS = 200
 _CONNECT_S = 10.0
 _SYLLABLES = ("ka", "lo", "mi", "ne", "pu", "ra", "si", "to", "ve", "zu", "bo", "da", "fe", "gi", "hu")
 
 
 class HttpTarget:
-    """Sends conversations: of made-up words, or the very tokens of recorded ones. Close it at the end.
+    """Sends conversations of made-up words, or recorded ones token by token. Close it at the end.
     Implements `LoadTarget`.
 
-    Call `calibrate` before a load of words. The server's tokenizer is not known here: how many words make a
-    token is measured by two requests.
+    Call `calibrate` before a load of words: the server's tokenizer is unknown here, so two requests measure
+    the number of words per token.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class HttpTarget:
         key: str | None = None,
         extra: Mapping[str, Any] | None = None,
     ) -> None:
-        """`extra`: further fields of every request, such as {"ignore_eos": true} where a server knows it."""
+        """`extra`: further fields of every request, such as {"ignore_eos": true} if the server knows it."""
         check_address(url)
         base = url.rstrip("/").removesuffix("/v1")
         self._http = Client(base, key, within_s=math.inf, connect_s=_CONNECT_S, refusal=_refusal)
@@ -46,21 +46,21 @@ class HttpTarget:
         self._extra = dict(extra or {})
         self._words_per_token = 1.0
         self.message_tokens = 0
-        """What the server adds to a message at most, once `calibrate` has measured it."""
-        self._said: dict[str, list[str]] = {}
-        """Session -> inputs and answers in turn."""
+        """Most tokens that the server adds to a message, once `calibrate` has measured it."""
+        self._texts: dict[str, list[str]] = {}
+        """Session -> inputs and answers, alternating."""
 
     async def close(self) -> None:
         """Closes the connections."""
         await self._http.close()
 
     async def calibrate(self) -> float:
-        """Measures words per token; returns it. Raises LoadError where the server does not answer, or does
-        not count its input."""
+        """Measures words per token; returns it. Raises LoadError if the server does not answer, or does not
+        report its input tokens."""
         counts: list[int] = []
         for words in (1, 1 + _PROBE_WORDS):
             record = TurnRecord("probe", 0, 0.0)
-            await self._ask(self._said_in([_words((0,), words)]), "probe", 1, record, lambda: 0.0)
+            await self._request(self._prompt([_words((0,), words)]), "probe", 1, record, lambda: 0.0)
             counts.append(record.prompt_tokens)
         if counts[1] <= counts[0]:
             raise LoadError(
@@ -77,22 +77,22 @@ class HttpTarget:
         turn = session.turns[record.turn]
         if self._api == "tokens":
             prompt = {"prompt": session.recorded_prompt(record.turn).tolist()}
-            await self._ask(prompt, session.id, turn.output_tokens, record, clock)
+            await self._request(prompt, session.id, turn.output_tokens, record, clock)
             return
-        said = self._said.setdefault(session.id, [])
+        texts = self._texts.setdefault(session.id, [])
         seed = (*session.id.encode(), record.turn)
-        said.append(_words(seed, max(1, round(turn.input_tokens * self._words_per_token))))
-        said.append(await self._ask(self._said_in(said), session.id, turn.output_tokens, record, clock))
+        texts.append(_words(seed, max(1, round(turn.input_tokens * self._words_per_token))))
+        texts.append(await self._request(self._prompt(texts), session.id, turn.output_tokens, record, clock))
 
     async def end(self, session: LoadSession) -> None:
-        self._said.pop(session.id, None)
+        self._texts.pop(session.id, None)
 
-    async def _ask(
-        self, said: dict[str, Any], session: str, max_tokens: int, record: TurnRecord, clock: Clock
+    async def _request(
+        self, prompt: dict[str, Any], session: str, max_tokens: int, record: TurnRecord, clock: Clock
     ) -> str:
-        """One streamed answer's text."""
+        """Sends one streaming request; returns the answer's text."""
         body = {"model": self._model, "stream": True, "stream_options": {"include_usage": True}}
-        body |= {**said, "max_tokens": max_tokens, **self._extra}
+        body |= {**prompt, "max_tokens": max_tokens, **self._extra}
         path = "/v1/chat/completions" if self._api == "chat" else "/v1/completions"
         text: list[str] = []
         ended = False
@@ -101,7 +101,7 @@ class HttpTarget:
             async with self._http.stream("POST", path, json=body, headers=headers) as answer:
                 async for data in read_events(answer.aiter_bytes()):
                     ended = ended or data == "[DONE]"
-                    text.append(_take(data, record, clock))
+                    text.append(_record_event(data, record, clock))
         except NoAnswerError as error:
             kind = type(error.__cause__ or error).__name__
             raise LoadError(f"the answer was cut: {error.message}", field=kind) from error
@@ -110,17 +110,17 @@ class HttpTarget:
         record.output_tokens = record.output_tokens or sum(record.arrived_tokens)
         return "".join(text)
 
-    def _said_in(self, said: list[str]) -> dict[str, Any]:
-        """What was said, inputs and answers in turn, in the API's own form."""
+    def _prompt(self, texts: list[str]) -> dict[str, Any]:
+        """Request fields for a conversation, given its inputs and answers, alternating."""
         if self._api == "completions":
-            return {"prompt": " ".join(said)}
+            return {"prompt": " ".join(texts)}
         roles = ("user", "assistant")
-        messages = [{"role": roles[n % 2], "content": words} for n, words in enumerate(said)]
+        messages = [{"role": roles[n % 2], "content": words} for n, words in enumerate(texts)]
         return {"messages": messages}
 
 
-def _take(data: str, record: TurnRecord, clock: Clock) -> str:
-    """Notes one event; returns its text. Raises LoadError for an error event."""
+def _record_event(data: str, record: TurnRecord, clock: Clock) -> str:
+    """Adds one event to the record; returns its text. Raises LoadError for an error event."""
     if data == "[DONE]":
         return ""
     now_s = clock()
@@ -146,7 +146,7 @@ def _take(data: str, record: TurnRecord, clock: Clock) -> str:
     choice = choices[0]
     text = choice.get("text") or (choice.get("delta") or {}).get("content") or ""
     if text:
-        record.arrived(now_s)
+        record.add_piece(now_s)
     return text
 
 

@@ -1,4 +1,4 @@
-"""Sessions as they were recorded: the lengths and tokens of stored trajectories, replayed as load."""
+"""Recorded sessions as load: lengths and tokens of stored trajectories."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from etude.store.trajectories import find_log
 
 
 def recorded_sessions(path: Path, limit: int | None = None) -> list[LoadSession]:
-    """The sessions of a run, of a trajectory log (a directory of parts), of ATIF files in a directory, or of
-    one.
+    """The sessions of a run, of a trajectory log (a directory of parts), of a directory of ATIF files, or of
+    one ATIF file.
 
-    Each segment is a session of its own: that is what the engine saw. Raises UserError where there is none
-    with token ids, StoreError for damaged files.
+    Each segment is a session of its own, as the engine saw it. Raises UserError if none has token ids,
+    StoreError for damaged files.
     """
     sessions: list[LoadSession] = []
     for trajectory in _trajectories(path):
         for segment in trajectory.segments:
             session = session_of(segment, _pause_s(trajectory))
             if session is not None:
-                # Segments of two files may have the same name.
+                # Segments of different files may have the same name.
                 sessions.append(replace(session, id=f"{len(sessions)}-{session.id}"))
             if limit is not None and len(sessions) >= limit:
                 return sessions
@@ -43,7 +43,7 @@ def recorded_sessions(path: Path, limit: int | None = None) -> list[LoadSession]
 
 
 def session_of(segment: Segment, tool_s: float = 0.0) -> LoadSession | None:
-    """One segment as load: what was given, then what was sampled, in turn. None if nothing was sampled."""
+    """One segment as load: alternating inputs and sampled answers. None if nothing was sampled."""
     sampled = np.asarray(segment.sampled, dtype=np.bool_)
     edges = np.flatnonzero(np.diff(sampled.astype(np.int8), prepend=0, append=0))
     turns: list[LoadTurn] = []
@@ -69,12 +69,12 @@ def _trajectories(path: Path) -> Iterator[Trajectory]:
     if (log := find_log(path)) is not None:
         for group in TrajectoryLog(log).read():
             yield from group.members
-    elif not (path / "config.toml").is_file():  # a run's JSON files are no sessions
+    elif not (path / "config.toml").is_file():  # a run's JSON files are not sessions
         for file in sorted(path.glob("*.json")):
             yield parse_atif(file.read_bytes(), file.name)
 
 
 def _pause_s(trajectory: Trajectory) -> float:
-    """Mean time of the tools after a turn."""
+    """Mean tool time after a turn."""
     num_turns = max(1, len(trajectory.turns))
     return float(trajectory.timings.get("tools", 0.0)) / num_turns

@@ -1,4 +1,4 @@
-"""What a load showed: rates, percentiles, cache hits, errors."""
+"""The report of a load: rates, percentiles, cache hits, errors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from benchmarks.load.runner import TurnRecord
 
 @dataclass(frozen=True, slots=True)
 class Percentiles:
-    """Of one time, in seconds. NaN where nothing was measured."""
+    """Percentiles of a duration, in seconds. NaN if nothing was measured."""
 
     p50: float
     p90: float
@@ -23,28 +23,28 @@ class Percentiles:
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """One run of the load generator."""
+    """Measurements of one run of the load generator."""
 
     wall_s: float
     """From the first request to the end of the last answer."""
     sessions: int
     turns: int
-    """Sent ones; those with an error included."""
+    """Turns sent, including those with an error."""
     prompt_tokens: int
-    """Whole inputs, cached or not, of answered turns."""
+    """Input tokens of answered turns, cached or not."""
     output_tokens: int
     output_tokens_per_s: float
     total_tokens_per_s: float
-    """Inputs and outputs, what a cache saved included."""
+    """Input and output tokens, including cached ones."""
     turns_per_s: float
     first_token: Percentiles
     inter_token: Percentiles
     latency: Percentiles
-    """Of whole turns."""
+    """Latency of whole turns."""
     cache_hit_rate: float | None
-    """Share of input tokens that were not computed again; None where the target does not say."""
+    """Share of input tokens that were cached; None if the target does not report it."""
     errors: dict[str, int]
-    """By error code."""
+    """Error code -> number of turns."""
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values; a figure that was not measured is null."""

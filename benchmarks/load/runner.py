@@ -1,9 +1,9 @@
-"""Plays sessions against a target, many at once.
+"""Plays many sessions concurrently against a target.
 
-    waiting sessions ──slot free, or their time has come──> turn ──> tools ──> turn ... ──> records
+    waiting sessions ──slot free, or arrival time reached──> turn ──> tools ──> turn ... ──> records
 
-Closed load (`concurrency`): so many sessions at a time. Open load (`arrivals_per_s`): sessions come by chance
-whatever the target does, which is how users come; a slow target then shows in latency, not in less load.
+Closed load (`concurrency`): a constant number of sessions. Open load (`arrivals_per_s`): sessions arrive at
+random (Poisson), independent of the target, as users do; a slow target shows in latency, not in less load.
 """
 
 from __future__ import annotations
@@ -21,46 +21,46 @@ from etude.errors import ConfigError, EtudeError, InfrastructureError
 
 
 class LoadError(InfrastructureError):
-    """A turn that was not answered whole. `field` is what it is counted under: an error code, or its kind."""
+    """A turn was not answered completely. `field`, an error code or its kind, is what it is counted under."""
 
 
 @dataclass(slots=True)
 class TurnRecord:
-    """Times in seconds of the runner's clock."""
+    """Timing and token counts of one turn; times in seconds of the runner's clock."""
 
     session: str
     turn: int
     sent_s: float
     arrivals_s: list[float] = field(default_factory=list)
-    """Of each piece of the answer."""
+    """Arrival time of each piece of the answer."""
     arrived_tokens: list[int] = field(default_factory=list)
-    """Tokens in each piece, as far as the answer says."""
+    """Tokens in each piece, as far as the answer reports them."""
     done_s: float = 0.0
     prompt_tokens: int = 0
     cached_tokens: int | None = None
-    """Input that was not computed again; None where the target does not say."""
+    """Input tokens that were cached; None if the target does not report it."""
     output_tokens: int = 0
     error: str = ""
-    """Why there is no whole answer; empty where there is one."""
+    """Why the answer is incomplete; empty if it is complete."""
 
-    def arrived(self, now_s: float, tokens: int = 1) -> None:
-        """A piece of the answer is here."""
+    def add_piece(self, now_s: float, tokens: int = 1) -> None:
+        """Records the arrival of a piece of the answer."""
         if tokens > 0:
             self.arrivals_s.append(now_s)
             self.arrived_tokens.append(tokens)
 
     @property
     def latency_s(self) -> float:
-        """From sending to the end."""
+        """Time from sending the request to the end of the answer."""
         return self.done_s - self.sent_s
 
     @property
     def first_token_s(self) -> float | None:
-        """From sending to the first piece; None where none came."""
+        """Time from sending the request to the first piece; None without any."""
         return self.arrivals_s[0] - self.sent_s if self.arrivals_s else None
 
     def gaps_s(self) -> list[float]:
-        """Time from token to token: a piece of several tokens shares its gap out."""
+        """Inter-token times; the gap before a piece of several tokens is divided among them."""
         gaps: list[float] = []
         for before_s, after_s, tokens in zip(
             self.arrivals_s, self.arrivals_s[1:], self.arrived_tokens[1:], strict=False
@@ -73,14 +73,14 @@ Clock = Callable[[], float]
 
 
 class LoadTarget(Protocol):
-    """What is under load. Turns of one session come one after the other."""
+    """The system under load. Turns of one session are played one after the other."""
 
     async def turn(self, session: LoadSession, record: TurnRecord, clock: Clock) -> None:
-        """Plays turn `record.turn`, and fills the record while the answer comes. Raises LoadError."""
+        """Plays turn `record.turn`, filling the record as the answer arrives. Raises LoadError."""
         ...
 
     async def end(self, session: LoadSession) -> None:
-        """The session sends nothing more."""
+        """Called after the last turn of a session."""
         ...
 
 
@@ -94,9 +94,10 @@ async def run_load(
     seed: int = 0,
     clock: Clock = time.perf_counter,
 ) -> list[TurnRecord]:
-    """Plays all sessions; every turn that was sent has a record. A session ends with its first error.
+    """Plays all sessions; returns a record of every turn sent. A session ends with its first error.
 
-    Neither limit given: all sessions at once. `turn_limit_s`: a turn unanswered for so long is an error.
+    Without `concurrency` and `arrivals_per_s` all sessions start at once. `turn_limit_s`: time limit of a
+    turn; exceeding it is an error.
     """
     if concurrency is not None and arrivals_per_s is not None:
         raise ConfigError("give concurrency or arrivals_per_s, not both", field="concurrency")

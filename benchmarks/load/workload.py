@@ -1,7 +1,7 @@
-"""Agent sessions as load: several turns, a prefix that grows, lengths with a heavy tail.
+"""Agent sessions as load: several turns, a growing prefix, heavy-tailed lengths.
 
-A turn is what comes in (the prompt first, observations after it), what the model says, and how long the
-tools then take. Everything is drawn from the seed before anything runs, so every peer gets the same work.
+A turn is its input (the prompt or an observation), the model's output, and the tool time after it. Everything
+is drawn from the seed in advance, so every peer gets the same work.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ class LoadTurn:
     output_tokens: int
     """Tokens to sample."""
     tool_s: float = 0.0
-    """Pause after the answer, until the next turn is sent."""
+    """Pause between the answer and the next turn."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadSession:
-    """A session to play. Inputs that were recorded are sent as they were, others are made up."""
+    """A session to play. Recorded inputs are sent as they are; otherwise inputs are generated."""
 
     id: str
     turns: tuple[LoadTurn, ...]
     inputs: tuple[NDArray[np.int32], ...] | None = None
-    """[turns] token ids of each input, where they were recorded."""
+    """[turns] token ids of each input, for recorded sessions."""
     outputs: tuple[NDArray[np.int32], ...] | None = None
-    """[turns] token ids of each answer, where they were recorded."""
+    """[turns] token ids of each answer, for recorded sessions."""
 
     def recorded_prompt(self, turn: int) -> NDArray[np.int32]:
-        """All tokens before an answer, as they were recorded. Raises ConfigError for a made-up session."""
+        """All recorded tokens before an answer. Raises ConfigError for a synthetic session."""
         if self.inputs is None or self.outputs is None:
             raise ConfigError(
                 "made-up sessions have no token ids", field="api", received="tokens", fix="play recorded ones"
@@ -57,7 +57,7 @@ class LoadSession:
 
 @dataclass(frozen=True, slots=True)
 class LogNormal:
-    """A heavy-tailed length by its median and 99th percentile; equal ones give a constant."""
+    """A log-normal distribution by its median and 99th percentile; if these are equal, a constant."""
 
     median: float
     p99: float
@@ -69,7 +69,7 @@ class LogNormal:
             )
 
     def draw(self, generator: np.random.Generator) -> float:
-        """One value."""
+        """Draws one value."""
         normal = float(generator.standard_normal())
         if self.median == self.p99:
             return self.median
@@ -78,18 +78,18 @@ class LogNormal:
 
 @dataclass(frozen=True, slots=True)
 class WorkloadShape:
-    """What synthetic sessions look like. The defaults are the workload of the engine's benchmarks."""
+    """Distributions of synthetic sessions. The defaults are the workload of the engine's benchmarks."""
 
     num_sessions: int = 32
     turns: LogNormal = LogNormal(6.0, 6.0)
     prompt_tokens: tuple[int, int] = (200, 800)
-    """Uniform, both ends included; so are observations."""
+    """Uniform with both ends included, as for observations."""
     output_tokens: LogNormal = LogNormal(40.0, 400.0)
     observation_tokens: tuple[int, int] = (20, 200)
     tool_s: LogNormal = LogNormal(0.0, 0.0)
     max_turns: int = 200
     max_output_tokens: int = 2000
-    """Longer draws are cut: what a client would ask for with max_tokens."""
+    """Longer draws are cut, as a client's `max_tokens` would."""
 
     def __post_init__(self) -> None:
         for name, (low, high) in (
@@ -107,7 +107,7 @@ class WorkloadShape:
 
 
 def synthetic_sessions(shape: WorkloadShape, seed: int = 0) -> list[LoadSession]:
-    """The sessions of this shape and seed: the first n of a longer workload are those of a shorter one."""
+    """Sessions of this shape and seed; a shorter workload is a prefix of a longer one."""
     return [_session(shape, seed, number) for number in range(shape.num_sessions)]
 
 
@@ -128,7 +128,7 @@ def _session(shape: WorkloadShape, seed: int, number: int) -> LoadSession:
 
 
 def shorten(session: LoadSession, tokens: int) -> LoadSession:
-    """The session if its turns take no more than `tokens`, else the same turns, shorter in proportion."""
+    """The session, with all turns shortened in proportion if they have more than `tokens` in all."""
     total = sum(turn.input_tokens + turn.output_tokens for turn in session.turns)
     if total <= tokens:
         return session

@@ -1,1 +1,1 @@
-"""The code that routes, places and trains, driven by discrete events in virtual time."""
+"""Discrete-event simulations: the real router, scheduler and RL loop in virtual time."""

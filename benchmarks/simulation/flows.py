@@ -1,4 +1,4 @@
-"""Events in virtual time."""
+"""An event queue in virtual time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Action = Callable[[], None]
 
 
 class VirtualClock:
-    """Events in order of time; those of one instant in the order in which they were planned."""
+    """Runs events in order of time, and those of one instant in the order of scheduling."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -18,11 +18,11 @@ class VirtualClock:
         self._numbers = itertools.count()
 
     def at(self, time_s: float, action: Action) -> None:
-        """Plans `action` for `time_s`, or for now if that has passed."""
+        """Schedules `action` for `time_s`, or for now if that has passed."""
         heapq.heappush(self._heap, (max(time_s, self.now_s), next(self._numbers), action))
 
     def after(self, delay_s: float, action: Action) -> None:
-        """Plans `action` for `delay_s` from now."""
+        """Schedules `action` for `delay_s` from now."""
         self.at(self.now_s + delay_s, action)
 
     def run(self, until: Callable[[], bool]) -> None:

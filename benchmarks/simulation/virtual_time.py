@@ -1,6 +1,6 @@
-"""An asyncio event loop whose clock jumps: whoever sleeps is woken at once, in the right order.
+"""An asyncio event loop in virtual time: sleeps end at once, in the right order.
 
-Only where nothing runs outside of the loop: while a thread or a process works, virtual time runs ahead of it.
+Use it only if nothing runs outside of the loop: virtual time does not wait for threads or processes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 def run_virtual(main: Coroutine[Any, Any, T]) -> T:
-    """What `main` returns, run in virtual time that begins at 0. `loop.time()` tells it, in seconds."""
+    """Runs `main` in virtual time from 0 and returns its result. `loop.time()` is in virtual seconds."""
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         return runner.run(main)
 
@@ -28,17 +28,17 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         super().__init__(_JumpingSelector(self))
 
     def time(self) -> float:
-        """Virtual seconds since the loop was made."""
+        """Virtual seconds since the loop was created."""
         return self._now_s
 
     def jump(self, seconds: float) -> None:
-        """Lets so much time pass."""
-        # A hair further: far from 0, asyncio's clock resolution would vanish beside the time itself.
+        """Advances virtual time."""
+        # Slightly more: at large times asyncio's clock resolution is below the floating-point spacing.
         self._now_s = math.nextafter(self._now_s + seconds, math.inf)
 
 
 class _JumpingSelector(selectors.DefaultSelector):
-    """Lets time pass where it would wait for it."""
+    """Advances virtual time instead of waiting."""
 
     def __init__(self, loop: VirtualLoop) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class _JumpingSelector(selectors.DefaultSelector):
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         """See selectors.BaseSelector.select."""
-        if timeout is None:  # nothing is scheduled: only another thread can go on
+        if timeout is None:  # nothing is scheduled: only another thread can wake the loop
             return super().select(None)
         events = super().select(0)
         if not events and timeout > 0:

@@ -239,7 +239,7 @@ def test_recorded_inputs_are_sent_as_they_were() -> None:
 def test_gaps_of_several_tokens_are_shared_out() -> None:
     record = TurnRecord("s", 0, 0.0)
     for now_s, tokens in ((1.0, 1), (3.0, 4), (3.5, 0), (4.0, 1)):
-        record.arrived(now_s, tokens)
+        record.add_piece(now_s, tokens)
     assert record.gaps_s() == [0.5, 0.5, 0.5, 0.5, 1.0]
     assert record.first_token_s == 1.0
 

@@ -17,7 +17,7 @@ FIGURES = {"k3": 1e-7, "p99": 1e-3, "max": 1e-2, "differing": 0.5, "num_tokens":
 
 @needs_compiler
 def test_only_engines_that_err_are_apart_and_all_begin_alike() -> None:
-    first = parity_learning.beginner(2)
+    first = parity_learning.initial_weights(2)
     names = [f"{engine}: replay, TIS" for engine in parity_learning.ENGINES]
     curves = {name: parity_learning.learn(name, 0, 1, first, 1e-3) for name in ("exact", *names)}
     assert {curve.accuracy[0] for curve in curves.values()} == {curves["exact"].accuracy[0]}
@@ -28,7 +28,7 @@ def test_only_engines_that_err_are_apart_and_all_begin_alike() -> None:
 
 @needs_compiler
 def test_what_the_trainer_does_about_an_engine_is_seen_in_its_next_weights() -> None:
-    first = parity_learning.beginner(2)
+    first = parity_learning.initial_weights(2)
     names = [f"router noise 1: {treatment}" for treatment in ("nothing", "ratio", "replay, ratio")]
     k3 = [parity_learning.learn(name, 0, 2, first, 3e-3).k3 for name in names]
     assert len({one[0] for one in k3}) == 1, "the first step samples before anything was done"

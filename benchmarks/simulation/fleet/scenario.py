@@ -1,4 +1,4 @@
-"""What a simulated burst is given, and what it tells."""
+"""Inputs and results of a simulated burst of sandbox starts."""
 
 from __future__ import annotations
 
@@ -36,32 +36,32 @@ class Latency:
 
 @dataclass(frozen=True, slots=True)
 class Latencies:
-    """Durations that the simulation takes as given."""
+    """Durations that are inputs of the simulation."""
 
     create: Latency = Latency(0.0044, 0.0078)
-    """Of one start, on one core: measured on the local backend (docs/sandbox.md)."""
+    """Time of one start on one core, as measured with the local backend (docs/sandbox.md)."""
     rpc: Latency = Latency(0.0005, 0.001)
-    """One way between the control plane and a host: assumed, a data centre's usual."""
+    """One-way latency between control plane and host: assumed, typical of a data centre."""
     dispatch_s: float = 2e-5
-    """Work of the control plane for each start, one after the other."""
+    """Serial work of the control plane per start."""
     heartbeat_s: float = 1.0
     missed_heartbeats: int = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """One burst: all requests at time 0, none ends."""
+    """One burst: all requests arrive at time 0, and no sandbox ends."""
 
     num_sandboxes: int = 100_000
     num_hosts: int = 125
     capacity: Capacity = field(default_factory=lambda: Capacity(64, 512 << 30, 4 << 40))
     demand: Resources = field(default_factory=lambda: Resources(memory_bytes=512 << 20))
     mean_use: float = 0.4
-    """Part of its share of a host that a sandbox uses on average; each draws its own (exponential)."""
+    """Mean fraction of its share of a host that a sandbox uses; exponentially distributed."""
     create_slots: int = 64
-    """Sandboxes that one host starts at once."""
+    """Sandboxes that one host starts concurrently."""
     death_fraction: float = 0.0
-    """Part of the hosts (rounded up) that dies at `death_at_s`."""
+    """Fraction of the hosts (rounded up) that die at `death_at_s`."""
     death_at_s: float = math.inf
     latencies: Latencies = field(default_factory=Latencies)
     policy: Policy = field(default_factory=Policy)
@@ -71,37 +71,37 @@ class Scenario:
 
     @property
     def num_deaths(self) -> int:
-        """Hosts that die."""
+        """Number of hosts that die."""
         return math.ceil(self.num_hosts * self.death_fraction)
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of a burst. Times are virtual, except `scheduler_s`."""
+    """Results of a burst. Times are virtual, except `scheduler_s`."""
 
     burst_s: float
-    """Until all sandboxes ran at once."""
+    """Time until all sandboxes run."""
     start_p50_s: float
-    """From the request (or the loss of a running sandbox being noticed) to running."""
+    """Time from the request (or from detecting the loss of a running sandbox) to running."""
     start_p99_s: float
     pressure_mean: float
-    """Of the living hosts' worst pressures, at the end."""
+    """Final mean over living hosts of each host's highest pressure."""
     pressure_spread: float
-    """Their maximum less their minimum, as a fraction of a host."""
+    """Maximum minus minimum of these, as a fraction of a host."""
     promised_spread: float
-    """The same of what was promised."""
+    """The same for promised memory."""
     lost: int
-    """Sandboxes that ran or were being started on hosts that died; all were asked for again."""
+    """Sandboxes running or starting on hosts that died; all were requested again."""
     recover_s: float
-    """From the deaths until all that was lost then ran again."""
+    """Time from the deaths until all lost sandboxes ran again."""
     bounds_s: dict[str, float]
-    """The least time by each resource alone."""
+    """Resource -> lower bound of the burst's time by it alone."""
     num_placements: int
     scheduler_s: float
-    """Real time that the scheduler took for all its decisions."""
+    """Real time of all scheduler decisions."""
 
     @property
     def bound(self) -> tuple[str, float]:
-        """The resource that limits, and the least time by it."""
+        """The limiting resource and its lower bound."""
         name = max(self.bounds_s, key=self.bounds_s.__getitem__)
         return name, self.bounds_s[name]

@@ -1,4 +1,4 @@
-"""One simulated host: its starts, and what its sandboxes use."""
+"""One simulated host: its start slots, and the resources that its sandboxes use."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from etude.sandbox.fleet.hosts import Pressure
 
 @dataclass(slots=True, eq=False)
 class Start:
-    """One request of the burst on its way to running."""
+    """State of one request of the burst."""
 
     asked_s: float = 0.0
     ticket: int = 0
@@ -22,7 +22,7 @@ class Start:
 
 
 class SimulatedHost:
-    """What one host does with the starts that it is sent."""
+    """A host with a number of start slots and a resource usage."""
 
     def __init__(self, name: str, scenario: Scenario) -> None:
         self.name = name
@@ -33,13 +33,13 @@ class SimulatedHost:
         self._used = [0.0, 0.0, 0.0]
 
     def begin_create(self, now_s: float, duration_s: float) -> float:
-        """Takes the first free slot for a start of that length; returns when it ends."""
+        """Schedules a start of this duration in the first free slot; returns its end time."""
         end_s = max(now_s, self._free_s[0]) + duration_s
         heapq.heapreplace(self._free_s, end_s)
         return end_s
 
     def run(self, source: random.Random) -> None:
-        """One more sandbox runs here and uses what it happens to use."""
+        """Adds a running sandbox with a random usage."""
         scenario, capacity, policy = self._scenario, self._scenario.capacity, self._scenario.policy
         demand = scenario.demand
         shares = (
@@ -51,5 +51,5 @@ class SimulatedHost:
             self._used[place] += share * source.expovariate(1 / scenario.mean_use)
 
     def pressure(self) -> Pressure:
-        """What a probe of this host would measure."""
+        """The pressure that a probe of this host would measure."""
         return Pressure(*self._used)

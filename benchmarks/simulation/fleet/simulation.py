@@ -4,9 +4,9 @@ A discrete-event simulation: virtual clock, one serial control plane. A start go
 
     request -> control plane (`Scheduler.place`) -> host -> create slot -> running
 
-and all of it is repeated for what was lost with a host, once missed heartbeats have shown its death: until
-then the scheduler goes on sending starts there, as a real one would. Given the same scenario the
-outcome is the same, real times excepted.
+and is repeated for the sandboxes of a dead host once missed heartbeats have revealed its death: until then
+the scheduler keeps sending starts there, as a real one would. The outcome is a function of the scenario, real
+times excepted.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class _Burst:
         self.scheduler = Scheduler(capacities, scenario.policy, scenario.seed)
         self.starts = [Start() for _ in range(scenario.num_sandboxes)]
         self.pending = deque(self.starts)
-        """Not placed yet, in order."""
+        """Starts not placed yet, in order."""
         self.dispatching = False
         self.sent: dict[int, Start] = {}
         """Ticket -> start, running ones included."""
@@ -55,11 +55,11 @@ class _Burst:
         self.burst_s = 0.0
         self.died_s = 0.0
         self.deaths_to_come = scenario.num_deaths
-        """Hosts that will die, or have died unnoticed."""
+        """Number of hosts whose death is to come or not detected yet."""
         self.lost: list[Start] = []
 
     def run(self) -> Outcome:
-        """The burst, from the requests until all run."""
+        """Simulates the burst until all sandboxes run."""
         scenario = self.scenario
         for number, host in enumerate(self.hosts.values()):
             offset_s = scenario.latencies.heartbeat_s * number / scenario.num_hosts
@@ -96,7 +96,7 @@ class _Burst:
         self.scheduler_s += time.perf_counter() - began
         self.num_placements += 1
         if placement is None:
-            # Full: the next report of a host tries again.
+            # Full: the next heartbeat of a host triggers another attempt.
             return
         self.pending.popleft()
         start.ticket = placement.ticket
@@ -114,7 +114,7 @@ class _Burst:
         self.clock.after(self.scenario.latencies.heartbeat_s, lambda: self._beat(host))
 
     def _running(self, host: SimulatedHost, start: Start, ticket: int) -> None:
-        """The host's answer has arrived. One from a host that died since says what was true."""
+        """Handles a host's answer that a sandbox runs; it is valid even if the host has died since."""
         if start.ticket != ticket:
             return
         self.scheduler.confirm(ticket, str(ticket), self.clock.now_s)
@@ -144,11 +144,11 @@ class _Burst:
         self.died_s = self.clock.now_s
         for host in self.random.sample(list(self.hosts.values()), self.scenario.num_deaths):
             host.alive = False
-            # The last of the missed heartbeats is missed when its own deadline is over.
-            noticed_s = host.last_beat_s + (latencies.missed_heartbeats + 1) * latencies.heartbeat_s
-            self.clock.at(noticed_s, lambda host=host: self._notice(host))
+            # A heartbeat counts as missed when its own deadline is over.
+            detected_s = host.last_beat_s + (latencies.missed_heartbeats + 1) * latencies.heartbeat_s
+            self.clock.at(detected_s, lambda host=host: self._on_host_dead(host))
 
-    def _notice(self, host: SimulatedHost) -> None:
+    def _on_host_dead(self, host: SimulatedHost) -> None:
         self.deaths_to_come -= 1
         lost = list(self.scheduler.hosts[host.name].reservations)
         self.scheduler.mark_dead(host.name)
@@ -189,7 +189,7 @@ class _Burst:
         )
 
     def _bounds(self) -> dict[str, float]:
-        """What each resource alone would take at best."""
+        """Lower bounds of the burst's time by each resource alone."""
         scenario, latencies = self.scenario, self.scenario.latencies
         slots = scenario.num_hosts * min(scenario.create_slots, scenario.capacity.cpus)
         return {

@@ -1,8 +1,8 @@
-"""An engine that computes nothing: continuous batching over a number of slots, each at a fixed rate.
+"""A simulated engine: continuous batching over a number of slots, each sampling at a fixed rate.
 
-A request takes a free slot, or the next that becomes free, for as long as its message takes, and leaves it
-while its session is with its tools. Prefill takes no time. Weights that are exchanged in the middle of a
-message sample the rest of it.
+A request occupies a free slot, or the next one to become free, for the duration of its message, and none
+during tool calls. Prefill takes no time. When weights are exchanged in the middle of a message, the new ones
+sample the rest of it.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ class SimulatedEngine:
     """Implements Sampler and WeightSink. Times are those of the event loop's clock."""
 
     def __init__(self, message: Message, num_slots: int, tokens_per_s: float, stage_s: float = 0.0) -> None:
-        """`tokens_per_s`: of all slots together. `stage_s`: how long the next weights take to come, while
-        sampling goes on."""
+        """`tokens_per_s`: of all slots together. `stage_s`: transfer time of new weights, during which
+        sampling continues."""
         self.busy_slot_s = 0.0
-        """Slots in use, integrated over time."""
+        """Number of slots in use, integrated over time."""
         self._message = message
         self._slots = asyncio.Semaphore(num_slots)
         self._slot_rate = tokens_per_s / num_slots
         self._stage_s = stage_s
         self._staged: PolicyVersion | None = None
         self._exchanged_s: list[float] = []
-        """When each version came into service; the list of versions is beside it."""
+        """Activation time of each version, parallel to the list of versions."""
         self._versions: list[PolicyVersion] = []
         self._sessions: dict[str, int] = {}
-        """Open session -> requests so far."""
+        """Open session -> number of requests so far."""
 
     # ---- Sampler --------------------------------------------------------------------------------
 
@@ -52,7 +52,7 @@ class SimulatedEngine:
         self._sessions.pop(session_id, None)
 
     async def stream(self, request: SampleRequest) -> AsyncIterator[SampleChunk]:
-        """See Sampler.stream: all chunks come when the message is complete, one per policy version."""
+        """See Sampler.stream: yields one chunk per policy version, all when the message is complete."""
         number = self._sessions.get(request.session_id)
         if number is None:
             raise SamplerError("session is not open", field="session_id", received=request.session_id)
@@ -85,7 +85,7 @@ class SimulatedEngine:
         raise SamplerError("a simulated engine scores nothing", field="tokens", received=len(tokens))
 
     def abort(self, request_id: str) -> None:
-        """See Sampler.abort: whoever aborts has stopped listening, and its slot is free."""
+        """See Sampler.abort: nothing to do, since cancelling the stream frees the slot."""
 
     # ---- WeightSink -----------------------------------------------------------------------------
 
@@ -108,7 +108,7 @@ class SimulatedEngine:
     def _split(
         self, tokens: NDArray[np.int32], began_s: float
     ) -> list[tuple[PolicyVersion, NDArray[np.int32]]]:
-        """The message's tokens by the version that was in service when each was sampled; never empty."""
+        """The message's tokens grouped by the policy version that sampled them; never empty."""
         first = bisect_left(self._exchanged_s, began_s + 1e-9) - 1
         if first < 0:
             raise SamplerError(

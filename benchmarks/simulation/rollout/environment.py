@@ -1,4 +1,4 @@
-"""An environment whose sandboxes only take time: the agent, its tokens and its limits are the real ones."""
+"""An environment with simulated sandboxes that only take time; agent, tokens and limits are real."""
 
 from __future__ import annotations
 
@@ -21,38 +21,38 @@ LOOK = ToolCall("read_file", {"path": "a.py"})
 FINISH = ToolCall("finish")
 
 _LENGTH_STEP = 1.1
-"""Messages are made in lengths that grow by this factor, so that few are rendered."""
+"""Message lengths are rounded to powers of this factor, so that few messages are rendered."""
 
 
 class SimulatedEnvironment(Player):
-    """Stands in for an Environment: same episodes, with what its SessionShapes drew.
+    """Replaces an Environment: episodes whose turns and durations are drawn from SessionShapes.
 
-    Each turn but the last calls one tool. `message` is what a SimulatedEngine samples from.
+    Each turn but the last calls one tool. `message` is the source of a SimulatedEngine's messages.
     """
 
     def __init__(self, shapes: SessionShapes, renderer: Renderer) -> None:
         self.num_turns = 0
-        """Turns that have ended, in all sessions."""
+        """Turns ended, in all sessions."""
         self.num_ended = 0
-        """Sessions that have ended."""
+        """Sessions ended."""
         self.most_running = 0
-        """Most sessions that ran at once."""
+        """Peak number of concurrent sessions."""
         self._shapes = shapes
         self._renderer = renderer
         self._limits = SessionLimits(
             max_turns=10 * shapes.most_turns, max_tokens=1 << 20, max_message_tokens=1 << 16
         )
         self._drawn: dict[str, SessionShape] = {}
-        """Of the sessions that run, by session id."""
+        """Session id -> shape, of the running sessions."""
         self._rendered: dict[tuple[int, bool], NDArray[np.int32]] = {}
 
     def message(self, session_id: str, number: int) -> NDArray[np.int32]:
-        """See SimulatedEngine: the tokens of a session's message."""
+        """Tokens of a session's message with this number. See SimulatedEngine."""
         lengths = self._drawn[session_id].message_tokens
         return self._render(lengths[number], number + 1 == len(lengths))
 
     async def play(self, order: Order, sampler: Sampler) -> ForkedEpisode:
-        """See Player.play. Infrastructure never fails here."""
+        """See Player.play. There are no infrastructure failures."""
         task, identity = order.task, order.identity
         shape = self._shapes.draw(task, identity.group, identity.index)
         session_id = f"{identity}~0"
@@ -71,7 +71,7 @@ class SimulatedEnvironment(Player):
         return ForkedEpisode(session.trajectory(reward=RewardBreakdown(float(shape.passes))))
 
     def _render(self, num_tokens: int, is_last: bool) -> NDArray[np.int32]:
-        """A message of about so many tokens, thoughts first."""
+        """A message of about `num_tokens` tokens, reasoning first."""
         power = round(np.log(max(1, num_tokens)) / np.log(_LENGTH_STEP))
         known = self._rendered.get((power, is_last))
         if known is None:
@@ -84,7 +84,7 @@ class SimulatedEnvironment(Player):
 
 
 class _Tools:
-    """Implements Workspace: a turn's tools take their time and say little."""
+    """Implements Workspace: a turn's tools take the drawn time and return little output."""
 
     def __init__(self, tool_s: Sequence[float]) -> None:
         self._times = iter(tool_s)

@@ -1,4 +1,4 @@
-"""What simulated sessions are like: how many turns, how long messages and tools take, how they end."""
+"""Distributions of simulated sessions: number of turns, lengths of messages, tool times, outcomes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _NUM_LEVELS = 3
 
 
 def lognormal_sigma(p99_over_median: float) -> float:
-    """Sigma of the lognormal distribution whose 99th percentile is so many times its median."""
+    """Sigma of the lognormal distribution with this ratio of 99th percentile to median."""
     return math.log(p99_over_median) / _P99
 
 
@@ -34,23 +34,23 @@ class SessionShapes:
 
     seed: int = 0
     turns_median: float = 8.0
-    """Of tasks of the middle level; each level has 1.5 times as many as the one below."""
+    """Median for tasks of the middle level; each level has 1.5 times as many turns as the one below."""
     turns_p99_over_median: float = 3.0
     message_tokens_median: float = 96.0
     message_tokens_p99_over_median: float = 4.0
     tool_median_s: float = 2.0
     tool_p99_over_median: float = 10.0
     unsolvable_share: float = 0.15
-    """Tasks that no session solves; as many are solved by all. In between pass rates are uniform."""
+    """Share of tasks that no session solves; as many are solved by all. The other pass rates are uniform."""
     most_turns: int = 40
 
     def task(self, number: int) -> Task:
-        """Task number -> task: a task source."""
+        """The task with this number; usable as a TaskSource."""
         level = 1 + Random(f"level {self.seed} {number}").randrange(_NUM_LEVELS)
         return Task(f"task-{number}", "Mend it.", {}, metadata={"level": level})
 
     def draw(self, task: Task, number: int, index: int) -> SessionShape:
-        """The session of this index in the task's group."""
+        """Draws the session with this index in the task's group."""
         source = Random(f"session {self.seed} {number} {index}")
         level = int(task.metadata["level"])
         turns = self.turns_median * 1.5 ** (level - 2) * _spread(source, self.turns_p99_over_median)

@@ -1,4 +1,4 @@
-"""A trainer that learns nothing, in a part of its own: its steps take time while sampling goes on."""
+"""A simulated trainer behind a Handle: its steps only take time, during which sampling continues."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from etude.records import Group, PolicyVersion, WeightManifest
 
 
 class SimulatedTrainer(Handle[Trainer]):
-    """Notes what it is given."""
+    """Records the groups of each step."""
 
     def __init__(self, lineage: str, tokens_per_s: float, *, first_step: int = 0) -> None:
-        """`tokens_per_s`: how fast sampled tokens are trained on."""
+        """`tokens_per_s`: sampled tokens trained on per second."""
         self.version = PolicyVersion(lineage, first_step)
         self.trained: list[list[str]] = []
-        """Ids of the groups of each step."""
+        """Group ids of each step."""
         self.lags: list[int] = []
-        """Steps from the oldest token of each trajectory to the version that it trained."""
+        """Per trajectory: steps between its oldest token's version and the version trained with it."""
         self.num_trajectories = 0
         self.busy_s = 0.0
         self._tokens_per_s = tokens_per_s

@@ -1,4 +1,4 @@
-"""Policies to compare with: what load balancers do that know nothing of sessions."""
+"""Baseline routing policies: those of load balancers without knowledge of sessions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from etude.inference.router.types import NoReplicaError, RouteRequest
 
 
 class Routing(Protocol):
-    """Who gets which request: what `Router` and the policies beside it have in common."""
+    """A routing policy: the common interface of `Router` and the baselines."""
 
     def begin(self, request: RouteRequest, now_s: float, exclude: Collection[str] = ()) -> str:
         """See Router."""
@@ -31,17 +31,17 @@ class Routing(Protocol):
         ...
 
 
-class _Blind:
-    """Keeps no books."""
+class _StatelessPolicy:
+    """A policy that ignores load and progress."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = tuple(names)
 
-    def _left(self, exclude: Collection[str]) -> list[str]:
-        left = [name for name in self._names if name not in exclude]
-        if not left:
+    def _candidates(self, exclude: Collection[str]) -> list[str]:
+        candidates = [name for name in self._names if name not in exclude]
+        if not candidates:
             raise NoReplicaError("no replica is left", field="exclude", received=sorted(exclude))
-        return left
+        return candidates
 
     def progress(self, request_id: str, generated_tokens: int) -> None:
         """See Routing.progress."""
@@ -55,8 +55,8 @@ class _Blind:
         """See Routing.close_session."""
 
 
-class RoundRobin(_Blind):
-    """Each request to the next replica."""
+class RoundRobin(_StatelessPolicy):
+    """Sends each request to the next replica."""
 
     def __init__(self, names: Sequence[str]) -> None:
         super().__init__(names)
@@ -64,13 +64,13 @@ class RoundRobin(_Blind):
 
     def begin(self, request: RouteRequest, now_s: float, exclude: Collection[str] = ()) -> str:
         """See Routing.begin."""
-        left = self._left(exclude)
+        candidates = self._candidates(exclude)
         self._next += 1
-        return left[self._next % len(left)]
+        return candidates[self._next % len(candidates)]
 
 
 class RoundRobinSessions(RoundRobin):
-    """Each session to the next replica, where it stays."""
+    """Assigns each session to the next replica, where it stays."""
 
     def __init__(self, names: Sequence[str]) -> None:
         super().__init__(names)
@@ -90,8 +90,8 @@ class RoundRobinSessions(RoundRobin):
         self._homes.pop(session, None)
 
 
-class RandomChoice(_Blind):
-    """Each request to any replica."""
+class RandomChoice(_StatelessPolicy):
+    """Sends each request to a random replica."""
 
     def __init__(self, names: Sequence[str], seed: int = 0) -> None:
         super().__init__(names)
@@ -99,4 +99,4 @@ class RandomChoice(_Blind):
 
     def begin(self, request: RouteRequest, now_s: float, exclude: Collection[str] = ()) -> str:
         """See Routing.begin."""
-        return self._random.choice(self._left(exclude))
+        return self._random.choice(self._candidates(exclude))

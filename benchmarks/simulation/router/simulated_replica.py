@@ -1,7 +1,7 @@
 """A replica in virtual time: continuous batching, chunked prefill, a prefix cache of bounded size.
 
 It steps as the engine does: each step decodes one token of every running sequence and computes up to
-`prefill_tokens` of the inputs that wait; the step that ends an input samples its first token.
+`prefill_tokens` of the pending inputs; the step that completes an input samples its first token.
 """
 
 from __future__ import annotations
@@ -26,37 +26,37 @@ class Job:
     sent_s: float
     attempts: int = 0
     missing: int = 0
-    """Input tokens still to be computed where it runs."""
+    """Input tokens still to be computed on its replica."""
     generated: int = 0
     first_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaSpec:
-    """What all simulated replicas have in common."""
+    """Properties shared by all simulated replicas."""
 
     cost: StepCost
     max_running: int = 64
     prefill_tokens: int = 2048
     """Most input tokens of one step."""
     cache_tokens: int = 400_000
-    """Prefixes kept, least recently used ones go first."""
+    """Size of the prefix cache; the least recently used prefixes are evicted first."""
 
 
 @dataclass(slots=True, eq=False)
 class SimulatedReplica:
-    """`ways` > 1: so many replicas in lockstep with one queue, one cache, and the work shared evenly at each
-    step. No routing can do better, so that is the ideal that a real policy is measured against."""
+    """A replica, or with `ways` > 1 that many replicas in lockstep with one queue, one cache, and the work of
+    each step divided evenly. No routing can do better: this is the ideal for comparing policies."""
 
     name: str
     spec: ReplicaSpec
     clock: VirtualClock
     on_token: Callable[[Job], None]
     on_done: Callable[[Job, int], None]
-    """(job, tokens that are held of its session now)"""
+    """(job, tokens now cached of its session)"""
     ways: int = 1
     slowness: float = 1.0
-    """Its steps take so many times as long."""
+    """Factor by which its steps take longer."""
     alive: bool = True
     busy_s: float = 0.0
     computed_tokens: int = 0
@@ -68,27 +68,27 @@ class SimulatedReplica:
     _cache: OrderedDict[str, int] = field(default_factory=OrderedDict)
     _cached: int = 0
     _stepping: bool = False
-    _life: int = 0
-    """Steps planned in an earlier life are void."""
+    _incarnation: int = 0
+    """Incremented by `kill`; scheduled steps of an earlier incarnation are ignored."""
 
     def submit(self, job: Job) -> None:
-        """Takes a request in; it starts with the next step."""
+        """Queues a request; it starts with the next step."""
         self._waiting.append(job)
         if not self._stepping:
             self._step()
 
     def kill(self) -> list[Job]:
-        """Loses everything; returns the requests that died."""
+        """Drops all state; returns the lost requests."""
         lost = [*self._running, *self._waiting]
         self._running.clear()
         self._waiting.clear()
         self._cache.clear()
         self._cached, self._stepping, self.alive = 0, False, False
-        self._life += 1
+        self._incarnation += 1
         return lost
 
-    def forget(self, session: str) -> None:
-        """Frees the prefix of a session that has ended."""
+    def evict(self, session: str) -> None:
+        """Frees the cached prefix of a session, if there is one."""
         self._cached -= self._cache.pop(session, 0)
 
     def _step(self) -> None:
@@ -109,11 +109,11 @@ class SimulatedReplica:
         prefilled = budget - left
         elapsed_s = self.slowness * self._step_s(decoding, prefilled)
         self.busy_s += elapsed_s
-        life = self._life
-        self.clock.after(elapsed_s, lambda: self._finish_step(life))
+        incarnation = self._incarnation
+        self.clock.after(elapsed_s, lambda: self._finish_step(incarnation))
 
     def _step_s(self, decoding: int, prefilled: int) -> float:
-        """Of `ways` replicas the inputs keep as few as possible from a pure decoding step."""
+        """Duration of a step; inputs are concentrated on as few of the `ways` replicas as possible."""
         cost, ways = self.spec.cost, self.ways
         at_prefill = min(ways, -(-prefilled // self.spec.prefill_tokens))
         tokens_s = cost.decode_token_s * decoding + cost.prefill_token_s * prefilled
@@ -128,8 +128,8 @@ class SimulatedReplica:
         self.reused_tokens += held
         self._running.append(job)
 
-    def _finish_step(self, life: int) -> None:
-        if life != self._life:
+    def _finish_step(self, incarnation: int) -> None:
+        if incarnation != self._incarnation:
             return
         done: list[Job] = []
         for job in self._running:
@@ -146,11 +146,11 @@ class SimulatedReplica:
             self._running = [job for job in self._running if id(job) not in over]
         for job in done:
             # The last sampled token is computed with the next request.
-            self.on_done(job, self._keep(job.session, job.prompt_tokens + job.generated - 1))
+            self.on_done(job, self._cache_prefix(job.session, job.prompt_tokens + job.generated - 1))
         self._step()
 
-    def _keep(self, session: str, tokens: int) -> int:
-        self.forget(session)
+    def _cache_prefix(self, session: str, tokens: int) -> int:
+        self.evict(session)
         self._cache[session] = tokens
         self._cached += tokens
         while self._cached > self.spec.cache_tokens * self.ways and len(self._cache) > 1:

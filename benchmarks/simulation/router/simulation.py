@@ -1,11 +1,11 @@
-"""Sessions on simulated replicas in virtual time, routed by the code that routes in production.
+"""Sessions on simulated replicas in virtual time, routed by the production code.
 
     session: sent -> policy.begin -> replica: queue, prefill, decode -> policy.end -> tools -> next turn
 
-Two ways of loading. `arrivals_per_s` (open): sessions come by chance whatever the replicas do; it shows
-latency. `concurrency` (closed): so many sessions live at any moment, a new one for each that ends, as in
-rollouts; it shows throughput, measured until the last session has started, so that no tail dilutes it.
-Given the same scenario the outcome is the same.
+Two load models. `arrivals_per_s` (open): sessions arrive at random, independent of the replicas; it measures
+latency. `concurrency` (closed): a constant number of sessions, each followed by a new one, as in rollouts; it
+measures throughput, until the last session has started, so that the tail does not dilute it. The outcome is a
+function of the scenario.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from etude.errors import ConfigError
 from etude.inference.router.types import NoReplicaError, RouteRequest
 
 _PROGRESS_TOKENS = 8
-"""How often the policy hears of a request's progress."""
+"""Interval of progress reports to the policy."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """A replica dies and comes back empty."""
+    """A replica dies and restarts with an empty cache."""
 
     at_s: float
     replica: str
     back_s: float
     noticed_s: float = 0.0
-    """How long requests go on being sent there; they fail, and are sent again elsewhere."""
+    """Time until the death is detected; requests sent there until then fail and are retried on others."""
 
 
 @dataclass(frozen=True, slots=True)
 class RouterScenario:
-    """What is simulated. Exactly one of `arrivals_per_s` and `concurrency` is given."""
+    """Inputs of the simulation. Exactly one of `arrivals_per_s` and `concurrency` is set."""
 
     sessions: Sequence[LoadSession]
     spec: ReplicaSpec
@@ -50,7 +50,7 @@ class RouterScenario:
     """Sessions per second."""
     concurrency: int | None = None
     slowness: Sequence[float] = ()
-    """By replica, where some are slower than others."""
+    """Slowness of each replica; missing ones: 1."""
     kills: Sequence[Kill] = ()
     seed: int = 0
 
@@ -60,30 +60,30 @@ class RouterScenario:
 
     @property
     def names(self) -> list[str]:
-        """Of the replicas."""
+        """Names of the replicas."""
         return [f"replica-{n}" for n in range(self.num_replicas)]
 
 
 @dataclass(slots=True)
 class RouterOutcome:
-    """What the requests saw."""
+    """Results: latencies, throughput, cache hits."""
 
     latencies_s: list[float] = field(default_factory=list)
-    """Of each request, from sending to the last token."""
+    """Per request: time from sending to the last token."""
     first_token_s: list[float] = field(default_factory=list)
     session_s: list[float] = field(default_factory=list)
     output_tokens: int = 0
     output_tokens_per_s: float = 0.0
     cache_hit_rate: float = 0.0
-    """Input tokens that were found in a cache, of all."""
+    """Share of input tokens found in a cache."""
     retries: int = 0
     answered: int = 0
     unanswered: int = 0
     busy_share: float = 0.0
-    """Mean over the replicas of the share of the time in which they stepped."""
+    """Share of time spent stepping, mean over replicas."""
 
     def latency_s(self, percentile: float) -> float:
-        """A percentile of the requests' latency."""
+        """A percentile of request latency."""
         return float(np.percentile(self.latencies_s, percentile))
 
 
@@ -91,22 +91,22 @@ PolicyMaker = Callable[[Sequence[str]], Routing]
 
 
 def simulate(scenario: RouterScenario, make_policy: PolicyMaker | None) -> RouterOutcome:
-    """Plays the scenario to its end. `make_policy` None: the ideal, replicas that share everything."""
-    return _Play(scenario, make_policy).run()
+    """Simulates the scenario to its end. `make_policy` None: the ideal, replicas that share everything."""
+    return _Simulation(scenario, make_policy).run()
 
 
 @dataclass(slots=True, eq=False)
-class _Live:
-    """A session on its way."""
+class _SessionState:
+    """State of a running session."""
 
     session: LoadSession
     began_s: float
     turn: int = 0
     tokens: int = 0
-    """Its whole length so far."""
+    """Length so far."""
 
 
-class _Play:
+class _Simulation:
     """State of one simulation."""
 
     def __init__(self, scenario: RouterScenario, make_policy: PolicyMaker | None) -> None:
@@ -125,7 +125,7 @@ class _Play:
         }
         self.policy = make_policy(names) if make_policy is not None else None
         self.pending = deque(scenario.sessions)
-        self.live: dict[str, _Live] = {}
+        self.live: dict[str, _SessionState] = {}
         self.down: set[str] = set()
         """Replicas that the policy knows to be dead."""
         self.outcome = RouterOutcome()
@@ -166,7 +166,7 @@ class _Play:
 
     def _start(self) -> None:
         session = self.pending.popleft()
-        self.live[session.id] = _Live(session, self.clock.now_s)
+        self.live[session.id] = _SessionState(session, self.clock.now_s)
         if not self.pending:
             self.full_tokens, self.full_s = self.outcome.output_tokens, self.clock.now_s
         self._next_turn(session.id)
@@ -180,7 +180,7 @@ class _Play:
     def _send(self, job: Job) -> None:
         target = next(iter(self.replicas.values()))
         if self.policy is not None:
-            # What a client would allow, not what will be sampled: the policy cannot know that.
+            # The client's max_tokens, not the length that will be sampled, which a policy cannot know.
             request = RouteRequest(job.id, job.prompt_tokens, 4096, job.session)
             try:
                 target = self.replicas[self.policy.begin(request, self.clock.now_s, self.down)]
@@ -212,11 +212,11 @@ class _Play:
             return
         self._end(job.session, live)
 
-    def _end(self, name: str, live: _Live) -> None:
+    def _end(self, name: str, live: _SessionState) -> None:
         del self.live[name]
         self.outcome.session_s.append(self.clock.now_s - live.began_s)
         for replica in self.replicas.values():
-            replica.forget(name)
+            replica.evict(name)
         if self.policy is not None:
             self.policy.close_session(name)
         if self.scenario.concurrency is not None and self.pending:
@@ -238,7 +238,7 @@ class _Play:
         self.clock.after(max(kill.back_s, kill.noticed_s), back)
 
     def _retry(self, job: Job) -> None:
-        """The client is told, and sends the turn again."""
+        """Fails a request; the client sends the turn again."""
         assert self.policy is not None
         self.policy.end(job.id, self.clock.now_s, 0, None)
         self.outcome.retries += 1

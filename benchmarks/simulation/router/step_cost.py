@@ -1,4 +1,4 @@
-"""What an engine step takes: a fixed part, a part per decoded token, and two for prefilling."""
+"""Cost model of an engine step: a fixed part, a part per decoded token, and two parts for prefilling."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class StepCost:
 
     @property
     def prefill_weight(self) -> float:
-        """An input token's cost in sampled tokens, at 8 sequences a step: RoutingConfig.prefill_weight."""
+        """Cost of an input token in sampled tokens, at 8 sequences per step: RoutingConfig.prefill_weight."""
         return self.prefill_token_s / (self.decode_token_s + self.fixed_s / 8.0)
 
 
 def fit_step_cost(gram: NDArray[np.float64], moment: NDArray[np.float64]) -> StepCost:
-    """Least squares, no part negative, from the sums that the engine's service keeps (`StepSums`).
+    """Non-negative least squares from the sums that the engine's service accumulates (`StepSums`).
 
     Sums are over steps of f f^T and f x seconds, f = (1, decoded, whether it prefilled, prefilled).
     """
@@ -48,7 +48,7 @@ def fit_step_cost(gram: NDArray[np.float64], moment: NDArray[np.float64]) -> Ste
 
 
 def read_step_cost(path: Path) -> StepCost:
-    """From a JSON object with the four fields. Raises ConfigError."""
+    """Reads a JSON object with the four fields. Raises ConfigError."""
     try:
         return StepCost(**{key: float(value) for key, value in json.loads(path.read_text("utf-8")).items()})
     except (OSError, ValueError, TypeError, AttributeError) as error:
