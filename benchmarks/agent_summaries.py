@@ -1,4 +1,4 @@
-"""The self-summary task: trails of more files than a window holds, by a trained model. See `agent.py`."""
+"""The self-summary task: a trained model on trails of more files than its context holds. See `agent.py`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from etude.records import SamplingParams, Status, Task, Trajectory
 
 
 def measure_summaries(run: Path) -> Figures:
-    """Greedy pass rates on the run's held-out trails, with summaries and with them off."""
+    """Greedy pass rates on the run's held-out trails, with summaries and without."""
     directory = RunDirectory.open(run)
     config = resolve_evaluation(directory)
     use_sampling_threads(config)

@@ -1,4 +1,4 @@
-"""What all benchmarks share: their JSON, medians and paired ratios, and the limits of the machine."""
+"""Shared by all benchmarks: result files, medians and paired ratios, and the machine's roofline."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ Figures = dict[str, float]
 
 _FLOAT_BYTES = 4
 _COPY_BYTES = 256 << 20
-"""Far beyond any cache."""
+"""Larger than any cache."""
 
 
 def write_result(path: Path, figures: Mapping[str, float], peers: Mapping[str, Any]) -> None:
-    """Writes figures, machine, versions and commit; `peers`: what others reached, by name."""
+    """Writes figures, machine, versions and commit; `peers`: further results by name."""
     result = {
         "figures": dict(figures),
         "peers": dict(peers),
@@ -38,8 +38,8 @@ def write_result(path: Path, figures: Mapping[str, float], peers: Mapping[str, A
 def merge_result(
     path: Path, parts: Sequence[str], figures: Mapping[str, float], peers: Mapping[str, Any]
 ) -> None:
-    """`write_result` of some parts of a benchmark: figures and peers of the others stay as the file has them.
-    `parts` in it says when, and at which commit, each was measured."""
+    """`write_result` for some parts of a benchmark: figures and peers of the other parts stay in the file.
+    `parts` in it has time and commit of each part's measurement."""
     earlier = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     write_result(path, earlier.get("figures", {}) | dict(figures), earlier.get("peers", {}) | dict(peers))
     result = json.loads(path.read_text(encoding="utf-8"))
@@ -49,14 +49,14 @@ def merge_result(
 
 
 def print_table(title: str, rows: Mapping[str, float]) -> None:
-    """One figure per line, on standard output."""
+    """Prints one figure per line."""
     print(f"\n{title}")
     for name, value in rows.items():
         print(f"  {name:34s} {value:14,.4g}" if abs(value) < 100 else f"  {name:34s} {value:14,.0f}")
 
 
 def put_table(document: Path, script: str, table: str) -> None:
-    """Replaces what is between the two comments of a document that name the script by a table of its own."""
+    """Replaces the text between the two comments in a document that name the script by its table."""
     begin, end = (f"<!-- benchmarks/{script}: {what} -->" for what in ("begin", "end"))
     before, _, rest = document.read_text(encoding="utf-8").partition(begin)
     after = rest.partition(end)[2]
@@ -64,33 +64,33 @@ def put_table(document: Path, script: str, table: str) -> None:
 
 
 def median_ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
-    """Median of the ratios pair by pair: each pair was measured side by side, so a slow minute cancels."""
+    """Median of the pairwise ratios: pairs are measured side by side, so other load cancels out."""
     return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
 
 
 def median_figures(blocks: Sequence[Figures]) -> Figures:
-    """Median of each figure over blocks that have the same figures."""
+    """Median of each figure over blocks with the same figures."""
     return {name: statistics.median(block[name] for block in blocks) for name in blocks[0]}
 
 
 @dataclass(frozen=True, slots=True)
 class Roofline:
-    """What the machine can do at best, with the threads that are set."""
+    """The machine's measured limits with the current number of threads."""
 
     matmul_gflops: float
     """Square float32 product of size 1,024."""
     model_matmul_gflops: float
-    """The model's own products over 2,048 tokens, in one rate."""
+    """Rate over all of the model's own products for 2,048 tokens."""
     copy_gb_per_s: float
     """Copy of a large array: bytes read plus bytes written."""
 
     def seconds(self, flops: float, num_bytes: float) -> float:
-        """The least time for so much arithmetic and so much memory traffic (Williams et al. 2009)."""
+        """Lower bound of the time for this arithmetic and memory traffic (Williams et al. 2009)."""
         return max(flops / (self.matmul_gflops * 1e9), num_bytes / (self.copy_gb_per_s * 1e9))
 
 
 def probe_roofline(config: ModelConfig, vocab_size: int, num_tokens: int = 2048) -> Roofline:
-    """Measures for about a second; best of several runs, because a limit is asked for."""
+    """Measures for about a second; takes the best of several runs, since these are limits."""
     square = torch.randn(1024, 1024)
     square_s = best_time_s(lambda: square @ square)
     pairs = [
@@ -106,7 +106,7 @@ def probe_roofline(config: ModelConfig, vocab_size: int, num_tokens: int = 2048)
 
 
 def best_time_s(work: Callable[[], Tensor | list[Tensor]], repeats: int = 12) -> float:
-    """Shortest of `repeats` runs, after one that warms up."""
+    """Shortest of `repeats` runs after a warm-up run."""
     work()
     times: list[float] = []
     for _ in range(repeats):
@@ -118,17 +118,17 @@ def best_time_s(work: Callable[[], Tensor | list[Tensor]], repeats: int = 12) ->
 
 @dataclass(frozen=True, slots=True)
 class TokenCost:
-    """Arithmetic and traffic of one token at a given context, by the model's configuration alone."""
+    """Arithmetic and memory traffic of one token with a given context, from the configuration alone."""
 
     forward_flops: float
     kv_read_bytes: float
     kv_write_bytes: float
     weight_bytes: float
-    """The whole model: read once per step, whatever the number of tokens in it (with some batch)."""
+    """Bytes of the whole model, read once per step whatever its number of tokens (given some batch)."""
 
 
 def token_cost(config: ModelConfig, vocab_size: int, context: float, with_head: bool = True) -> TokenCost:
-    """Cost of one token that sees `context` tokens. `with_head`: whether its logits are computed."""
+    """Cost of one token that attends to `context` tokens. `with_head`: whether its logits are computed."""
     width, heads, dim = config.hidden_size, config.num_heads, config.head_dim
     kv_width = config.num_kv_heads * dim
     attention = width * (heads * dim + 2 * kv_width) + heads * dim * width
@@ -147,7 +147,7 @@ def token_cost(config: ModelConfig, vocab_size: int, context: float, with_head: 
 
 
 def _product_shapes(config: ModelConfig, vocab_size: int) -> list[tuple[int, int]]:
-    """(rows, columns) of one block's weights, one expert's, and the head's."""
+    """(rows, columns) of the weights of one block, one expert and the head."""
     width, inner = config.hidden_size, config.expert_size
     heads_width = config.num_heads * config.head_dim
     kv_width = config.num_kv_heads * config.head_dim

@@ -113,7 +113,7 @@ def measure_product(shape: Shape, seconds: float = _MATRIX_S) -> float:
 
 
 def own_shapes(config: ModelConfig, vocab_size: int) -> list[Shape]:
-    """Shapes of a micro-batch's forward products: a layer's, repeated as often as they occur, and the head's."""
+    """Shapes of a micro-batch's forward products: those of all layers, with repetitions, and the head's."""
     width, inner, tokens = config.hidden_size, config.expert_size, _BATCH_TOKENS
     rows = max(1, tokens * config.experts_per_token // config.num_experts)
     heads = config.num_heads * config.head_dim

@@ -1,11 +1,11 @@
-"""The training step and the whole RL step beside transformers and TRL: speed, memory, exactness.
+"""The training step and the whole RL step against transformers and TRL: speed, memory, exactness.
 
     python benchmarks/training.py --json FILE [--figure FILE] [--rounds 5] [--threads 2]
                                   [--only step memory rl rl_wide packing]
 
-Parts may be measured one by one: what FILE holds of other parts stays there, with the machine and the commit
-of each. Peers run with their best settings of those tried, side by side with ours. TRL runs in an environment
-of its own (`environments.py`), made on first use.
+Parts can be measured separately: results of other parts stay in FILE, with machine and commit of each. Peers
+run with the best settings of those tried, side by side with ours. TRL runs in an environment of its own
+(`environments.py`), created on first use.
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ _RL_VOCAB = 256
 _DEFAULT_SHAPE = {"groups": 1, "group_size": 8, "completion_tokens": 256}
 """TRL's own defaults: per_device_train_batch_size, num_generations, max_completion_length."""
 _WIDE_SHAPE = {"groups": 8, "group_size": 8, "completion_tokens": 32}
-"""Many short samples, which suits a batch in which all have one length; the learning curves are of it."""
+"""Many short samples of equal length, as suits TRL's padded batches; the learning curves use this shape."""
 _TRL_VARIANTS: dict[str, dict[str, Any]] = {
     "grouped_mm": {"model": {"experts_implementation": "grouped_mm"}},
     "eager": {"model": {"experts_implementation": "eager"}},
     "batched_mm": {"model": {"experts_implementation": "batched_mm"}},
     "grouped_mm, bfloat16": {"model": {"experts_implementation": "grouped_mm", "dtype": "bfloat16"}},
 }
-"""Settings of TRL that might be its fastest on a CPU, all with `generate` and its key-value cache:
-its default. (Continuous batching had taken 11 GB, and no five steps of the tiny model, after two minutes.)"""
+"""Candidates for TRL's fastest settings on a CPU, all with `generate` and its key-value cache, the default.
+(Continuous batching used 11 GB and did not finish five steps of the tiny model in two minutes.)"""
 
 
 def work(python: Path | str, worker: str, asked: dict[str, Any]) -> dict[str, Any]:
-    """Runs a worker; returns the last line that it prints. Raises RuntimeError with its last words."""
+    """Runs a worker; returns the JSON of its last line. Raises RuntimeError with the end of its output."""
     environment = os.environ | {"OMP_NUM_THREADS": str(asked["threads"])}
     command = [str(python), str(_WORKERS / worker), json.dumps(asked)]
     done = subprocess.run(
@@ -67,7 +67,7 @@ def work(python: Path | str, worker: str, asked: dict[str, Any]) -> dict[str, An
 
 
 def memory_figures(threads: int, quick: bool) -> Figures:
-    """Most memory of a process that takes one step over 150,000 tokens' vocabulary."""
+    """Peak memory of a process for one step with a vocabulary of 150,000 tokens."""
     with tempfile.TemporaryDirectory() as directory:
         model = build_model(ModelConfig(), _LARGE_VOCAB)
         model.initialise(0)
@@ -91,7 +91,7 @@ def memory_figures(threads: int, quick: bool) -> Figures:
 
 
 def rl_figures(threads: int, quick: bool, wide: bool) -> tuple[Figures, dict[str, Any]]:
-    """Samples per second and learning curves of whole RL steps, ours and TRL's, seed by seed."""
+    """(samples per second of whole RL steps, ours and TRL's; learning curves seed by seed)."""
     with tempfile.TemporaryDirectory() as directory:
         model = build_model(_RL_MODEL, _RL_VOCAB)
         model.initialise(0)
@@ -108,7 +108,7 @@ def rl_figures(threads: int, quick: bool, wide: bool) -> tuple[Figures, dict[str
 
 
 def _compare_loops(asked: dict[str, Any], seeds: int, suffix: str) -> tuple[Figures, dict[str, Any]]:
-    """One shape of a step: both loops and our batch-invariant one, in turn for each seed."""
+    """Compares one step shape: both loops and our batch-invariant one, in turn for each seed."""
     trl = python_of("trl")
     tried, failures = _try_variants(trl, asked | {"steps": _WARM_UP_STEPS + 2})
     best = min(tried, key=lambda label: tried[label])
@@ -146,15 +146,15 @@ def _compare_loops(asked: dict[str, Any], seeds: int, suffix: str) -> tuple[Figu
 
 
 def _limit_s(tokens: int, length: int) -> float:
-    """The least time of one of our steps of so many tokens in sequences of about `length`: once the forward
-    pass for sampling and three times for training, at the rate of the model's own products over 2,048 rows.
-    That sampling has few rows at a time, and goes token by token, is left out."""
+    """Lower bound of the time of one of our steps with `tokens` tokens in sequences of about `length`: one
+    forward pass for sampling and three for training, at the rate of the model's own products over 2,048 rows.
+    It ignores that sampling proceeds token by token with few rows at a time."""
     flops = 4 * tokens * token_cost(_RL_MODEL, _RL_VOCAB, length / 2).forward_flops
     return flops / (probe_roofline(_RL_MODEL, _RL_VOCAB).model_matmul_gflops * 1e9)
 
 
 def _try_variants(python: Path, asked: dict[str, Any]) -> tuple[dict[str, float], dict[str, str]]:
-    """Seconds per step of each setting of TRL, or why it does not run here."""
+    """(seconds per step of each setting of TRL, why the others do not run here)."""
     tried: dict[str, float] = {}
     failures: dict[str, str] = {}
     for label, variant in _TRL_VARIANTS.items():
@@ -172,13 +172,12 @@ def _step_s(run: dict[str, Any], clock: str = "times_s") -> float:
 
 
 def _gain(run: dict[str, Any]) -> float:
-    """Mean reward of the last five steps over that of the first five: the same samples on both sides."""
+    """Mean reward of the last five steps minus that of the first five, at equal numbers of samples."""
     return statistics.fmean(run["rewards"][-5:]) - statistics.fmean(run["rewards"][:5])
 
 
 def packing_figures() -> Figures:
-    """What is computed and what is waited for in vain, over batches of 64 sessions per rank (median 3,000
-    tokens, up to 32,768)."""
+    """Padding and idle time in batches of 64 sessions per rank (median 3,000 tokens, up to 32,768)."""
     padded: list[float] = []
     waited: list[float] = []
     for seed in range(20):
@@ -191,15 +190,14 @@ def packing_figures() -> Figures:
 
 
 def _padded_share(lengths: list[int], packing: list[list[list[int]]]) -> float:
-    """Padding, which is inside attention alone, as a share of all that is computed, wherever attention does
-    not go through native blocks: those have none."""
+    """Padding as a share of all computation. Only attention pads, and only without native blocks."""
     useful = sum(sequence_cost(length) for length in lengths)
     padding = sum(_padding_cost([lengths[i] for i in batch]) for batches in packing for batch in batches)
     return padding / (useful + padding)
 
 
 def packing_waste(lengths: list[int], packing: Packing) -> float:
-    """Share of the ranks' time spent waiting for the slowest of each round; 0 with one rank."""
+    """Share of the ranks' time spent waiting for the slowest rank of each round; 0 with one rank."""
     costs = [sequence_cost(length) for length in lengths]
     rounds = zip(*packing, strict=True)
     slowest = sum(max(sum(costs[i] for i in batch) for batch in batches) for batches in rounds)
@@ -207,7 +205,7 @@ def packing_waste(lengths: list[int], packing: Packing) -> float:
 
 
 def _padding_cost(lengths: list[int]) -> float:
-    """What attention computes for nothing in a micro-batch, in tokens without attention."""
+    """Cost of attention's padding in a micro-batch, in units of a token's cost without attention."""
     buckets = PackedAttention(lengths)._buckets if lengths else []
     padded = [bucket.length for bucket in buckets for _ in range(bucket.num_sequences)]
     pairs = zip(lengths, padded, strict=True)
@@ -215,7 +213,7 @@ def _padding_cost(lengths: list[int]) -> float:
 
 
 def main() -> None:
-    """Measures, prints, writes."""
+    """Measures the chosen parts, prints and writes the figures."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

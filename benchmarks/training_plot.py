@@ -1,4 +1,4 @@
-"""The picture of `training.py`: rewards by samples seen, ours beside TRL's, seed by seed."""
+"""Draws the figure of `training.py`: reward by samples seen, ours and TRL's, seed by seed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SAMPLES = {"": 8, "_wide": 64}
 
 
 def draw_curves(path: Path, result: Mapping[str, Any]) -> None:
-    """Writes the figure of what `result`, the benchmark's JSON, holds; its format is the path's suffix."""
+    """Writes the figure from `result`, the benchmark's JSON; the path's suffix gives the format."""
     shapes = [suffix for suffix in _SHAPES if f"curves{suffix}" in result["peers"]]
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "training", "font.size": 9}):
         figure, places = plt.subplots(
@@ -33,7 +33,7 @@ def draw_curves(path: Path, result: Mapping[str, Any]) -> None:
 
 
 def _draw_shape(axes: Any, curves: Mapping[str, Any], samples_per_step: int) -> None:
-    """Each seed thinly, their mean over it."""
+    """Draws a thin line per seed and a thick one for the mean."""
     for side, label in _SIDES.items():
         rewards = np.array(curves[side])
         samples = np.arange(1, rewards.shape[1] + 1) * samples_per_step

@@ -1,4 +1,4 @@
-"""The packed training step beside transformers' Qwen3MoeForCausalLM: same weights, data and optimiser."""
+"""The packed training step against transformers' Qwen3MoeForCausalLM: same weights, data and optimiser."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ MODELS: Mapping[str, tuple[ModelConfig, int]] = {
         4096,
     ),
 }
-"""The quickstart's model, and one of 14 M parameters in which products count for more."""
+"""The quickstart's model, and one of 14 M parameters in which matrix products take a larger share."""
 EXPERTS = ("grouped_mm", "eager")
-"""What transformers computes experts with. (`batched_mm` copies weights for each token: minutes.)"""
+"""transformers' implementations of experts. (`batched_mm` copies weights for each token: minutes.)"""
 _NUM_SEQUENCES = 16
 _LEARNING_RATE = 1e-5
 
 
 def ragged(vocab_size: int, seed: int) -> Sequences:
-    """Lengths as agents' sessions have them: lognormal, median 200, up to 640."""
+    """Sequences with lengths like those of agent sessions: lognormal, median 200, up to 640."""
     generator = np.random.default_rng(seed)
     lengths = np.clip(generator.lognormal(5.3, 0.8, _NUM_SEQUENCES), 16, 640).astype(int)
     return [generator.integers(0, vocab_size, length).astype(np.int32) for length in lengths]
@@ -59,14 +59,14 @@ def equal(vocab_size: int, seed: int) -> Sequences:
 
 
 class Ours:
-    """Packed, all sequences in one pass."""
+    """Our step: all sequences packed into one pass."""
 
     def __init__(self, checkpoint: Path) -> None:
         self._model = load_model(checkpoint)
         self._optimizer = _adamw(self._model)
 
     def step(self, sequences: Sequences) -> float:
-        """Forward, backward, optimiser; returns the mean loss per token."""
+        """One training step: forward, backward, optimiser; returns the mean loss per token."""
         batch = PackedSequences.pack(sequences)
         inside = torch.ones(len(batch.tokens), dtype=torch.bool)
         inside[batch.starts] = False
@@ -78,7 +78,7 @@ class Ours:
 
 
 class Transformers:
-    """Padded; all sequences in one pass, or in passes of sequences of like length."""
+    """transformers' step: padded, all sequences in one pass, or in passes of sequences of similar length."""
 
     def __init__(self, checkpoint: Path, experts: str, per_pass: int) -> None:
         self._model: Any = transformers.AutoModelForCausalLM.from_pretrained(
@@ -117,14 +117,14 @@ class Transformers:
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """One step on both clocks."""
+    """Wall and processor time of one step."""
 
     wall_s: float
     processor_s: float
 
 
 def step_figures(rounds: int, models: Sequence[str]) -> tuple[Figures, dict[str, Any]]:
-    """Ratios of tokens per second, for every model and kind of batch; the worse model's under plain names."""
+    """Ratios of tokens per second for every model and kind of batch; unprefixed: the worse model's."""
     transformers.utils.logging.disable_progress_bar()
     figures: Figures = {}
     peers: dict[str, Any] = {}

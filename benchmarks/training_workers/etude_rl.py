@@ -1,4 +1,4 @@
-"""Whole RL steps with our engine and trainer: sample groups, reward them, update, publish."""
+"""Worker: whole RL steps with our engine and trainer: sample groups, reward them, update, publish."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from etude.weights import MemoryWeights
 
 
 class Loop:
-    """One run: an engine, a trainer, and what goes between them."""
+    """One run: an engine and a trainer, and the exchange of groups and weights between them."""
 
     def __init__(self, asked: dict[str, Any]) -> None:
         model = load_model(Path(asked["checkpoint"]))
@@ -60,7 +60,7 @@ class Loop:
         if asked.get("invariant"):
             model.ops = InvariantOps()
         self.largest_difference = 0.0
-        """Between any sampled token's log-probability and the trainer's."""
+        """Largest difference between engine and trainer log-probabilities of sampled tokens."""
         self.engine = Engine(
             model.config,
             model.vocab_size,
@@ -72,13 +72,13 @@ class Loop:
         self.publish()
 
     def publish(self) -> None:
-        """The trainer's weights into the engine."""
+        """Copies the trainer's weights into the engine."""
         manifest = self.trainer.publish()
         self.engine.stage(manifest.version, self.weights.fetch(manifest))
         self.engine.activate(manifest.version)
 
     def sample(self, step: int, given: list[list[int]]) -> dict[str, Segment]:
-        """A group of answers to each prompt, all at once."""
+        """Samples a group of answers to each prompt, all concurrently."""
         asked = {
             f"{step}:{prompt}:{member}": np.array(tokens, dtype=np.int32)
             for prompt, tokens in enumerate(given)
@@ -102,7 +102,7 @@ class Loop:
         logprobs[PROMPT_TOKENS:] = np.concatenate([chunk.logprobs for chunk in chunks])
         found = [(chunk.routes_start, chunk.routes) for chunk in chunks if chunk.routes is not None]
         routes = np.full((self.length, *found[0][1].shape[1:]), 255, dtype=np.uint8)
-        for start, some in found:  # the last token's experts are never computed: nothing follows it
+        for start, some in found:  # the last token is never computed, so it has no experts
             routes[start : start + len(some)] = some
         span = (VersionSpan(0, self.length, chunks[-1].version),)
         sampled = np.arange(self.length) >= PROMPT_TOKENS
@@ -133,7 +133,7 @@ class Loop:
 
 
 def main() -> None:
-    """Plays the steps asked for; the task's prompts are those of the other side."""
+    """Runs the requested steps with the same prompts as TRL's worker."""
     asked = settings()
     torch.set_num_threads(asked["threads"])
     loop = Loop(asked)

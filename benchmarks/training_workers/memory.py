@@ -1,4 +1,4 @@
-"""One training step over a large vocabulary in a process of its own, and the most memory that it ever had."""
+"""Worker: one training step over a large vocabulary, and the process's peak memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One rank that reads its part of a checkpoint and publishes it twice, and says how much memory that took.
+"""Worker: one rank that reads its part of a checkpoint, publishes it twice and reports its memory.
 
 python rank_memory.py CHECKPOINT DIRECTORY RANK RANKS
 """
@@ -12,7 +12,7 @@ import torch
 
 
 def peak_bytes() -> int:
-    """The most that this process has had in memory, mapped files included."""
+    """Peak resident memory of this process, including mapped files."""
     lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     line = next(line for line in lines if line.startswith("VmHWM"))
     return int(line.split()[1]) * 1024

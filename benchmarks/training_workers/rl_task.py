@@ -1,7 +1,7 @@
-"""The single-turn task that both sides learn, in the standard library only: both environments import it.
+"""The single-turn task of both workers. Standard library only, since both environments import it.
 
-A prompt of eight tokens, a fixed number of tokens sampled, and as reward the share of these in the lower
-quarter of the vocabulary.
+A prompt has eight tokens, an answer a fixed number; the reward is the share of the answer's tokens in the
+lower quarter of the vocabulary.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ PROMPT_TOKENS = 8
 
 
 def prompts(seed: int, count: int, vocab_size: int) -> list[list[int]]:
-    """Prompts of one run, in order; the first two tokens are kept for padding and the end."""
+    """Prompts of one run, in order; the first two token ids are reserved for padding and the end."""
     draw = random.Random(seed)
     return [[draw.randrange(2, vocab_size) for _ in range(PROMPT_TOKENS)] for _ in range(count)]
 
@@ -27,28 +27,28 @@ def reward(tokens: list[int], vocab_size: int) -> float:
 
 
 def settings() -> dict[str, Any]:
-    """What the benchmark asks of a worker, from its first argument."""
+    """The worker's settings: JSON in its first argument."""
     return json.loads(sys.argv[1])
 
 
 class Clock:
-    """Seconds of each step by the wall and by the processor."""
+    """Wall and processor seconds of each step."""
 
     def __init__(self) -> None:
         self.times: dict[str, list[float]] = {"times_s": [], "processor_s": []}
         self.restart()
 
     def restart(self) -> None:
-        """A step begins here."""
+        """Starts the first step."""
         self._began = time.perf_counter(), time.process_time()
 
     def lap(self) -> None:
-        """A step ends, the next begins."""
+        """Ends a step and starts the next."""
         self.times["times_s"].append(time.perf_counter() - self._began[0])
         self.times["processor_s"].append(time.process_time() - self._began[1])
         self.restart()
 
 
 def report(clock: Clock, rewards: list[float], **more: float) -> None:
-    """One line for the benchmark: seconds and mean reward of each step."""
+    """Prints one line of JSON for the benchmark: seconds and mean reward of each step."""
     print(json.dumps({**clock.times, "rewards": rewards, **more}), flush=True)

@@ -1,4 +1,4 @@
-"""The same steps by TRL's GRPOTrainer, in an environment of its own: of ours it knows the task alone."""
+"""Worker: the same steps by TRL's GRPOTrainer, in an environment of its own; it shares only the task."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ _PAD, _END = "<pad>", "<end>"
 
 
 class Laps(transformers.TrainerCallback):
-    """Times each step, from the end of the one before."""
+    """Times each step from the end of the previous one."""
 
     def __init__(self) -> None:
         self.clock = Clock()
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
-        """Loading the model does not count."""
+        """Starts the clock: loading the model does not count."""
         self.clock.restart()
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        """Sampling, rewards and update are done."""
+        """Ends a step: sampling, rewards and update are done."""
         self.clock.lap()
 
 
 def word_tokenizer(vocab_size: int) -> transformers.PreTrainedTokenizerFast:
-    """A word per token: `t17` is token 17. The two special ones have names that no word begins with: such
-    tokens are cut out of the middle of words."""
+    """A tokenizer with a word per token: `t17` is token 17. No word begins with the name of a special token,
+    which would be split off inside words."""
     words = {_PAD: 0, _END: 1} | {f"t{i}": i for i in range(2, vocab_size)}
     inner = Tokenizer(models.WordLevel(words, unk_token=_PAD))
     inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -48,8 +48,8 @@ def word_tokenizer(vocab_size: int) -> transformers.PreTrainedTokenizerFast:
 
 
 def main() -> None:
-    """Trains and reports. Dr.GRPO's loss without standard deviation, no KL, no loss of the router, one update
-    per step: as ours."""
+    """Trains and reports. As ours: Dr.GRPO's loss without standard deviation, no KL, no router loss, one
+    update per step."""
     asked = settings()
     torch.set_num_threads(asked["threads"])
     model = transformers.AutoModelForCausalLM.from_pretrained(
