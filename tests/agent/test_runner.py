@@ -86,7 +86,7 @@ class Forgetful(ScriptedSampler):
 
     async def stream(self, request: SampleRequest) -> AsyncIterator:
         if len(self.requests) == 1:
-            self.forget(request.session_id)
+            self.drop_prefix(request.session_id)
         async for chunk in super().stream(request):
             yield chunk
 

@@ -217,7 +217,7 @@ def test_a_sampler_that_forgets_is_sent_everything_again() -> None:
         session = LoadSession("s", (LoadTurn(10, 4), LoadTurn(5, 4)))
         first, second = TurnRecord("s", 0, 0.0), TurnRecord("s", 1, 0.0)
         await target.turn(session, first, lambda: 0.0)
-        sampler.forget("s")
+        sampler.drop_prefix("s")
         await target.turn(session, second, lambda: 0.0)
         assert (second.prompt_tokens, second.cached_tokens, second.output_tokens) == (19, 0, 4)
         assert len(sampler.requests[-1].suffix) == 19

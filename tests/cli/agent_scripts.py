@@ -21,7 +21,7 @@ from etude.records import TrajectoryId
 from etude.sandbox.backends import open_backend
 from etude.sandbox.template import Template
 from tests.fakes.scripted import ScriptedSampler, play
-from tests.fakes.scripted_model import STARTED, read_script
+from tests.fakes.scripted_model import PROGRAM, read_script
 
 ROOT = Path(__file__).parents[2]
 TALLY = "def tally(xs, a):\n    total = 1\n    for x in xs:\n        total += x\n    return total\n"
@@ -52,7 +52,7 @@ def make_repository(path: Path) -> Path:
 
 def command(*arguments: str) -> list[str]:
     """`etude agent` as a process that knows scripted models."""
-    return [sys.executable, "-c", STARTED, "agent", *arguments]
+    return [sys.executable, "-c", PROGRAM, "agent", *arguments]
 
 
 def environment(root: Path) -> dict[str, str]:

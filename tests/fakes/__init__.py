@@ -1,1 +1,1 @@
-"""What stands in tests and benchmarks for services, engines and programs by others, and fails on purpose."""
+"""Fakes of external services, engines and programs for tests and benchmarks, which can fail on purpose."""

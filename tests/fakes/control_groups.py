@@ -1,4 +1,4 @@
-"""Control groups that bound nothing, and that are entered when a test says so."""
+"""Fake control groups: they limit nothing, and a test decides when processes enter them."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from etude.sandbox.types import Resources
 
 
 class FakeGroups(ControlGroups):
-    """Keeps in mind who was moved where. Of use to any user, on any machine."""
+    """Records which process was moved to which group. Needs no rights, on any machine."""
 
     def __init__(self) -> None:
         super().__init__({})
         self.may_enter = threading.Event()
-        """While it is not set, whoever moves a process waits, as on a machine that is busy."""
+        """While it is not set, `enter` blocks, as on a busy machine."""
         self.may_enter.set()
         self.error: OSError | None = None
-        """What every move fails with."""
+        """Error of every `enter`; None: it succeeds."""
         self.asked: list[str] = []
-        """Groups that a process was, or is being, moved to."""
+        """Groups of all calls of `enter`, finished or not."""
         self.entered: dict[str, int] = {}
-        """Group -> the process that is in it."""
+        """Group -> the process in it."""
         self.limited: list[str] = []
-        """Groups that have their limits."""
+        """Groups whose limits were set."""
 
     def admit_fork_server(self, pid: int) -> None:
         """See ControlGroups.admit_fork_server."""

@@ -1,4 +1,4 @@
-"""A disk that is full."""
+"""A simulated full disk."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def full_disk(num_bytes: int = 16 << 10) -> Iterator[None]:
-    """Nobody in this process can write a larger file: as near to a full disk as one comes without rights."""
+    """Limits the size of files that this process writes: the closest to a full disk without privileges."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
     try:

@@ -1,4 +1,4 @@
-"""An embedder that needs no model."""
+"""A fake embedder without a model."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from etude.agent.index.semantic.words import stems
 
 
 class HashingEmbedder:
-    """Sums a pseudo-random vector for each stem: deterministic, understands nothing."""
+    """Sums a pseudo-random vector per word stem: deterministic, without semantics."""
 
     def __init__(self, dimension: int = 64) -> None:
         self._dimension = dimension
         self.num_embedded = 0
-        """Texts embedded so far (questions not counted)."""
+        """Number of texts embedded so far, without questions."""
 
     @property
     def key(self) -> str:

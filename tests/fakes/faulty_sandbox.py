@@ -1,4 +1,4 @@
-"""A backend that fails on purpose: to show that a failure of ours is no verdict on an agent."""
+"""A backend that fails on purpose, for testing that infrastructure failures never count as an agent's."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from etude.sandbox.wrapping import WrappedSandbox
 
 
 class FaultyBackend:
-    """`SandboxBackend` around another one: named operations fail a number of times, then work.
+    """`SandboxBackend` around another one: named operations fail a number of times, then succeed.
 
     Operations are `create`, the lifecycle methods of `Sandbox`, and the `op` of calls (`read`, `tests`); a
     diff that ends all processes is `final_diff`, a write of several files `write_many`. `kill` and `close`
-    always work: what is cleaned up is counted, not failed.
+    never fail, so that tests can count what is cleaned up.
     """
 
     def __init__(self, inner: SandboxBackend, failures: Mapping[str, int]) -> None:
@@ -30,7 +30,7 @@ class FaultyBackend:
         self.num_killed = 0
 
     def __getattr__(self, name: str) -> Any:
-        """What is not made to fail is the inner backend's."""
+        """All other attributes are the inner backend's."""
         return getattr(self.inner, name)
 
     async def create(
@@ -49,7 +49,7 @@ class FaultyBackend:
         return FaultySandbox(self, inner)
 
     def check(self, operation: str) -> None:
-        """Raises SandboxError if it is this operation's turn to fail."""
+        """Raises SandboxError if failures remain for this operation."""
         if self.remaining.get(operation, 0) > 0:
             self.remaining[operation] -= 1
             raise SandboxError("failed on purpose", field="sandbox", received=operation)
@@ -81,10 +81,12 @@ class FaultySandbox(WrappedSandbox):
     async def fork(self, count: int = 1) -> list[Sandbox | SandboxError]:
         """See Sandbox.fork. The copies fail as this one does."""
         copies = await super().fork(count)
-        return [one if isinstance(one, SandboxError) else FaultySandbox(self._backend, one) for one in copies]
+        return [
+            copy if isinstance(copy, SandboxError) else FaultySandbox(self._backend, copy) for copy in copies
+        ]
 
     async def kill(self) -> None:
-        """See Sandbox.kill. Counted once, and never made to fail."""
+        """See Sandbox.kill. Counted once; never fails on purpose."""
         if not self._dead:
             self._dead = True
             self._backend.num_killed += 1

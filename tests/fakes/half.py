@@ -1,4 +1,4 @@
-"""A control for measurements of numerics: what Étude does not do."""
+"""A control for numerics measurements: operations in lower precision than Étude uses."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from etude.model.ops import Ops, TorchOps
 
 
 class HalfOps(TorchOps):
-    """Router and output head in the type of the weights, where TorchOps computes them in float32.
+    """Router and output head in the weights' number format, where TorchOps computes them in float32.
 
-    With weights in bfloat16 it shows what that is worth; nothing trains or samples with it.
+    With bfloat16 weights it shows the effect of that precision; nothing trains or samples with it.
     """
 
     def router(self, x: Tensor, weight: Tensor) -> Tensor:

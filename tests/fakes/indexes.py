@@ -1,4 +1,4 @@
-"""What tests have to know of indexes that are built in the background."""
+"""Waits for indexes that are built in the background."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ from etude.sandbox.template import Template
 
 
 async def until_built(indexes: TemplateIndexes, template: Template) -> None:
-    """Waits until the template's indexes are built. Raises what the build raised."""
+    """Waits until the template's indexes are built. Raises the build's exception, if any."""
     await asyncio.shield(indexes._index(template)._building)

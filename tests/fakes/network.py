@@ -1,4 +1,4 @@
-"""Streams in memory and a resolver that answers from a list: for tests, and for whoever uses the proxy."""
+"""In-memory streams and a resolver with listed answers, for tests of the sandbox network proxy."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _PIPE_BYTES = 64 << 10
 
 
 class _Pipe:
-    """One direction: holds up to `_PIPE_BYTES` that nobody has read."""
+    """One direction of a stream; buffers up to `_PIPE_BYTES` unread bytes."""
 
     def __init__(self) -> None:
         self.data = bytearray()
@@ -25,7 +25,7 @@ class _Pipe:
             self.data += data
             self.changed.notify_all()
 
-    async def take(self, num_bytes: int) -> bytes:
+    async def read(self, num_bytes: int) -> bytes:
         async with self.changed:
             await self.changed.wait_for(lambda: self.data or self.ended or self.broken)
             data = bytes(self.data[:num_bytes])
@@ -40,7 +40,7 @@ class _Pipe:
 
 
 class MemoryStream:
-    """`Stream` whose other side is another one, see `memory_streams`."""
+    """One end of a pair of connected `Stream`s. See `memory_streams`."""
 
     def __init__(self, incoming: _Pipe, outgoing: _Pipe) -> None:
         self._incoming = incoming
@@ -49,7 +49,7 @@ class MemoryStream:
 
     async def read(self, num_bytes: int) -> bytes:
         """See Stream.read."""
-        return await self._incoming.take(num_bytes)
+        return await self._incoming.read(num_bytes)
 
     async def write(self, data: bytes) -> None:
         """See Stream.write. Raises BrokenPipeError once the other side is closed."""
@@ -83,18 +83,18 @@ def memory_streams() -> tuple[MemoryStream, MemoryStream]:
     return MemoryStream(first, second), MemoryStream(second, first)
 
 
-class FakeNames:
-    """A resolver with a list of answers for each name: one per question, the last one again and again."""
+class FakeResolver:
+    """A resolver with a list of answers per name: each query gets the next one, the last one repeatedly."""
 
     def __init__(self, answers: Mapping[str, Sequence[Sequence[str]]]) -> None:
         self._answers = answers
-        self.asked: list[str] = []
+        self.queries: list[str] = []
 
     async def __call__(self, name: str) -> Sequence[str]:
         """See Resolve. Raises OSError for a name without answers."""
         answers = self._answers.get(name, ())
-        place = min(self.asked.count(name), len(answers) - 1)
-        self.asked.append(name)
-        if place < 0:
+        index = min(self.queries.count(name), len(answers) - 1)
+        self.queries.append(name)
+        if index < 0:
             raise OSError("no such name")
-        return answers[place]
+        return answers[index]

@@ -1,7 +1,7 @@
-"""A replica without a model: the server's API, made-up words at a fixed pace, and ways to fail.
+"""A fake replica without a model: the server's API, generated words at a fixed rate, and ways to fail.
 
-To try the router out: `python -m tests.fakes.replica --port 8001`.
-A word is a token. What it says is a function of the conversation, so that any replica says the same.
+To try out the router: `python -m tests.fakes.replica --port 8001`.
+A word is a token. Answers are a function of the conversation, so that all replicas answer alike.
 """
 
 from __future__ import annotations
@@ -26,39 +26,39 @@ _START_S = 60.0
 
 
 class _DeathError(InfrastructureError):
-    """The replica dies in the middle of an answer."""
+    """The fake replica dies in the middle of an answer."""
 
 
 @dataclass(slots=True, eq=False)
 class FakeReplica:
-    """What it serves and how it fails; change the fields while it runs."""
+    """State and failure modes of a fake replica; tests may change the fields while it runs."""
 
     version: str | None = "fake@0"
     pool: str = "serve"
     token_s: float = 0.0
-    """From token to token."""
+    """Time between two tokens."""
     prefill_token_s: float = 0.0
-    """Of input that it does not hold."""
+    """Time per input token that is not cached."""
     cut_after: int | None = None
-    """Dies after so many events of a stream; answers that are no streams are cut in any case."""
+    """Number of stream events after which it dies; if set, answers without streaming are always cut."""
     refuse: bool = False
-    """Answers 503 to everything, as one that is about to end."""
+    """Whether it answers 503 to every request, like a replica that is shutting down."""
     context: int | None = None
-    """Tokens of prompt and answer; a longer request is refused with 400."""
+    """Limit of prompt plus answer in tokens; a longer request is refused with 400."""
     running: int = 0
     requests: list[dict[str, Any]] = field(default_factory=list)
     """Bodies of all requests, for tests."""
-    left: int = 0
-    """Streams whose client went away."""
-    held: dict[str, int] = field(default_factory=dict)
-    """Session -> tokens of its prefix."""
+    num_cut_streams: int = 0
+    """Streams that ended early: the client disconnected, or the replica died."""
+    cached_tokens: dict[str, int] = field(default_factory=dict)
+    """Session -> length of its cached prefix."""
     side_channel: set[str] = field(default_factory=set)
-    """Ids of the answers whose frames it holds."""
+    """Ids of the answers whose side-channel frames are available."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """One answer, decided."""
+    """A planned answer."""
 
     chat: bool
     words: list[str]
@@ -75,7 +75,7 @@ class _Plan:
         }
 
     def document(self, text: str | None, finish: str | None, delta: bool) -> dict[str, Any]:
-        """An answer or a piece of one in OpenAI's form."""
+        """An answer or a chunk of one in OpenAI's format."""
         choice: dict[str, Any] = {"index": 0, "finish_reason": finish}
         if self.chat:
             choice["delta" if delta else "message"] = {"role": "assistant", "content": text}
@@ -86,7 +86,7 @@ class _Plan:
 
 
 def fake_app(replica: FakeReplica) -> FastAPI:
-    """The application over a fake replica."""
+    """The web application of a fake replica."""
     app = FastAPI(openapi_url=None)
     app.state.replica = replica
     app.add_api_route("/health", _ready, methods=["GET"])
@@ -101,14 +101,14 @@ def fake_app(replica: FakeReplica) -> FastAPI:
 
 @asynccontextmanager
 async def fake_replica(replica: FakeReplica, port: int = 0) -> AsyncIterator[str]:
-    """The address of a fake replica that runs in this process until the end of the block."""
+    """Runs a fake replica in this process until the end of the block; yields its address."""
     async with running_server(fake_app(replica), port) as url:
         yield url
 
 
 @asynccontextmanager
 async def running_server(app: FastAPI, port: int = 0) -> AsyncIterator[str]:
-    """The address of an application on the loopback; cut off at the end of the block."""
+    """Serves an application on loopback; yields its address. Connections are cut at the end of the block."""
     config = uvicorn.Config(
         app, host="127.0.0.1", port=port, log_level="critical", timeout_graceful_shutdown=0
     )
@@ -183,10 +183,10 @@ def _plan(replica: FakeReplica, body: dict[str, Any], chat: bool, headers: Any) 
         text = str(body["prompt"])
     prompt = len(text.split())
     session = headers.get(SESSION_HEADER)
-    cached = min(replica.held.get(session, 0), max(0, prompt - 1)) if session else 0
+    cached = min(replica.cached_tokens.get(session, 0), max(0, prompt - 1)) if session else 0
     words = [f"w{(prompt * 31 + n * 7) % 97}" for n in range(int(body.get("max_tokens") or 16))]
     if session:
-        replica.held[session] = prompt + len(words)
+        replica.cached_tokens[session] = prompt + len(words)
     return _Plan(chat, words, prompt, cached)
 
 
@@ -224,7 +224,7 @@ async def _events(replica: FakeReplica, plan: _Plan) -> AsyncIterator[bytes]:
     finally:
         replica.running -= 1
         if not whole:
-            replica.left += 1
+            replica.num_cut_streams += 1
 
 
 def _event(document: dict[str, Any]) -> bytes:
@@ -242,7 +242,7 @@ def _refusal(status: int = 503, code: str = "draining") -> Response:
 
 
 def main() -> None:
-    """Serves a fake replica until a signal ends it."""
+    """Serves a fake replica until it is stopped by a signal."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--token-s", type=float, default=0.005)

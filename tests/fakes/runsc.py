@@ -1,15 +1,15 @@
-"""A runsc for tests: the same command line, no isolation, a program inside that keeps files in a dictionary.
+"""A fake runsc: the same command line, no isolation, an inner program that keeps its files in a dictionary.
 
-`install_fake` writes it as a program of its own (standard library only, run by the system's Python, because
-it is called from a namespace where little else can be reached). A `fault` makes one step fail:
+`install_fake` writes it as a separate program (standard library only, run by the system's Python, since it is
+called in a namespace in which little else is reachable). A `fault` makes one step fail:
 
-    old, other     --version tells an old release, another one
-    run, restore   ends at once with a message
-    mute           starts and says nothing
-    checkpoint     ends with a message; the container goes on
+    old, other     --version prints an old release, another one
+    run, restore   exits at once with a message
+    mute           starts and sends nothing
+    checkpoint     exits with a message; the container keeps running
     partial        the checkpoint lacks a file
     hang           the checkpoint never ends
-    die            the container dies of the checkpoint
+    die            the container dies during the checkpoint
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _FILES = ("checkpoint.img", "pages_meta.img", "pages.img")
 
 
 def install_fake(path: Path, fault: str = "") -> Path:
-    """Writes the fake to `path`, ready to run."""
+    """Writes the fake to `path` as an executable."""
     source = Path(__file__).read_text(encoding="utf-8")
     path.write_text(f"#!{INTERPRETER} -IS\n{source}\nmain(sys.argv[1:], {fault!r})\n", encoding="utf-8")
     path.chmod(0o755)
@@ -35,7 +35,7 @@ def install_fake(path: Path, fault: str = "") -> Path:
 
 
 class Inside:
-    """The program inside: answers frames, and notes its state where `checkpoint` finds it."""
+    """The program inside: answers frames, and writes its state to a file for `checkpoint`."""
 
     def __init__(self, notes: Path, files: dict[str, str]) -> None:
         self._notes = notes
@@ -43,7 +43,7 @@ class Inside:
         self._write_notes()
 
     def serve(self, ready: bool) -> None:
-        """Until the line ends."""
+        """Answers frames until the end of standard input."""
         if ready:
             self._send({"ready": True})
         while True:
@@ -78,7 +78,7 @@ class Inside:
 
 
 def main(arguments: list[str], fault: str) -> None:
-    """Does what runsc's command line says, as far as Étude uses it."""
+    """Implements the parts of runsc's command line that Étude uses."""
     if arguments == ["--version"]:
         print(
             "runsc version release-" + {"old": "20230102.0", "other": "20990202.0"}.get(fault, "20990101.0")

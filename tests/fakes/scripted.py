@@ -1,4 +1,4 @@
-"""A sampler that plays given messages: for tests, and to turn scripted sessions into training data."""
+"""A sampler that plays given messages, for tests and for making training data from scripted sessions."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ SCRIPTED_VERSION = PolicyVersion("scripted", 0)
 
 
 @dataclass(slots=True)
-class _Held:
+class _Prefix:
     tokens: Tokens
     computed: int = 0
-    """Positions whose keys the sampler would hold: all but the last sampled token."""
+    """Positions whose keys a real sampler would have cached: all but the last sampled token."""
 
 
 class ScriptedSampler:
-    """Implements `Sampler` with a policy that is certain of its next message: every logprob is 0.
+    """Implements `Sampler` with a deterministic policy: every log-probability is 0.
 
-    It keeps the contract that sessions rely on: prefixes are named by digest and missed once forgotten,
-    routes cover every position computed. Messages longer than the request allows are cut.
+    It keeps the contract on which sessions rely: prefixes are named by digest and missed once dropped, and
+    routes cover every computed position. Messages longer than the request allows are cut.
     """
 
     def __init__(
@@ -40,12 +40,12 @@ class ScriptedSampler:
         route_shape: tuple[int, int] | None = None,
         chunk_tokens: int = 0,
     ) -> None:
-        """`route_shape` (layers, top_k) adds made-up routes; `chunk_tokens` 0 sends a message whole."""
+        """`route_shape` (layers, top_k) adds generated routes; `chunk_tokens` 0 sends messages whole."""
         self._script = script
         self._version = version
         self._route_shape = route_shape
         self._chunk_tokens = chunk_tokens
-        self._sessions: dict[str, _Held] = {}
+        self._sessions: dict[str, _Prefix] = {}
         self._aborted: set[str] = set()
         self.open_sessions: set[str] = set()
         self.requests: list[SampleRequest] = []
@@ -58,8 +58,8 @@ class ScriptedSampler:
         self.open_sessions.discard(session_id)
         self._sessions.pop(session_id, None)
 
-    def forget(self, session_id: str) -> None:
-        """Loses what is held for a session, as a restarted replica does."""
+    def drop_prefix(self, session_id: str) -> None:
+        """Drops a session's cached prefix, as a restarted replica does."""
         self._sessions.pop(session_id, None)
 
     def abort(self, request_id: str) -> None:
@@ -75,8 +75,8 @@ class ScriptedSampler:
     async def stream(self, request: SampleRequest) -> AsyncIterator[SampleChunk]:
         """Plays the next message. Raises PrefixMissError."""
         self.requests.append(request)
-        held = self._held(request)
-        message = self._script(request.session_id, held.tokens)
+        prefix = self._extend_prefix(request)
+        message = self._script(request.session_id, prefix.tokens)
         finish = "stop"
         if len(message) > request.params.max_tokens:
             message, finish = message[: request.params.max_tokens], "length"
@@ -84,32 +84,32 @@ class ScriptedSampler:
             if request.id in self._aborted:
                 finish = "abort"
                 break
-            yield self._chunk(held, message[start:end])
-        yield self._last_chunk(held, finish)
+            yield self._chunk(prefix, message[start:end])
+        yield self._last_chunk(prefix, finish)
 
-    def _held(self, request: SampleRequest) -> _Held:
-        held = self._sessions.get(request.session_id)
+    def _extend_prefix(self, request: SampleRequest) -> _Prefix:
+        prefix = self._sessions.get(request.session_id)
         if request.prefix_digest is None:
-            held = self._sessions[request.session_id] = _Held(np.array(request.suffix, dtype=np.int32))
-        elif held is None or prefix_digest(held.tokens) != request.prefix_digest:
+            prefix = self._sessions[request.session_id] = _Prefix(np.array(request.suffix, dtype=np.int32))
+        elif prefix is None or prefix_digest(prefix.tokens) != request.prefix_digest:
             raise PrefixMissError(
                 "the prefix is not held", field="prefix_digest", received=request.prefix_digest[:12]
             )
         else:
-            held.tokens = np.concatenate([held.tokens, request.suffix])
-        return held
+            prefix.tokens = np.concatenate([prefix.tokens, request.suffix])
+        return prefix
 
     def _chunks(self, length: int) -> Iterator[tuple[int, int]]:
         step = self._chunk_tokens or max(length, 1)
         return ((start, min(start + step, length)) for start in range(0, length, step))
 
-    def _chunk(self, held: _Held, tokens: Tokens) -> SampleChunk:
-        held.tokens = np.concatenate([held.tokens, tokens])
-        routes, first = None, held.computed
+    def _chunk(self, prefix: _Prefix, tokens: Tokens) -> SampleChunk:
+        prefix.tokens = np.concatenate([prefix.tokens, tokens])
+        routes, first = None, prefix.computed
         if self._route_shape is not None:
-            computed = len(held.tokens) - 1
-            routes = self._routes(held.tokens, held.computed, computed)
-            held.computed = computed
+            computed = len(prefix.tokens) - 1
+            routes = self._routes(prefix.tokens, prefix.computed, computed)
+            prefix.computed = computed
         return SampleChunk(
             tokens=tokens,
             logprobs=np.zeros(len(tokens), dtype=np.float32),
@@ -119,18 +119,18 @@ class ScriptedSampler:
             routes_start=first,
         )
 
-    def _last_chunk(self, held: _Held, finish: str) -> SampleChunk:
+    def _last_chunk(self, prefix: _Prefix, finish: str) -> SampleChunk:
         return SampleChunk(
             tokens=np.zeros(0, dtype=np.int32),
             logprobs=np.zeros(0, dtype=np.float32),
             version=self._version,
             kv_oldest=self._version,
             finish=finish,
-            prefix_digest=prefix_digest(held.tokens),
+            prefix_digest=prefix_digest(prefix.tokens),
         )
 
     def _routes(self, tokens: Tokens, start: int, end: int) -> NDArray[np.uint8]:
-        """[end - start, layers, top_k]: a function of token and position, like a router's."""
+        """Routes [end - start, layers, top_k]: a function of token and position, like a router's."""
         assert self._route_shape is not None
         layers, top_k = self._route_shape
         base = tokens[start:end].astype(np.int64) + np.arange(start, end)
@@ -139,7 +139,7 @@ class ScriptedSampler:
 
 
 def play(messages: Iterable[Tokens]) -> Script:
-    """A script of one session: the messages in their order. Raises SamplerError when there are no more."""
+    """A script of one session: the messages in order. It raises SamplerError when there are no more."""
     remaining = iter(messages)
 
     def script(session_id: str, context: Tokens) -> Tokens:

@@ -1,6 +1,6 @@
-"""A model that plays messages from a JSON file.
+"""A fake model that plays messages from a JSON file.
 
-Once this is imported, `--model FILE.json` and `--run FILE.json` name one.
+Importing this module makes `etude agent` accept `--model FILE.json` and `--run FILE.json`.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from etude.tokens import Renderer
 from etude.tokens.grammar import ParseEvent, XmlGrammar
 from tests.fakes.scripted import ScriptedSampler, play
 
-STARTED = "import tests.fakes.scripted_model; from etude.cli import main; main()"
-"""The command line as a program that knows scripted models, for `python -c` in the root of the repository."""
+PROGRAM = "import tests.fakes.scripted_model; from etude.cli import main; main()"
+"""Runs etude's command line with scripted models; for `python -c` in the root of the repository."""
 _open_real_model = models.open_model_of
 
 
 def write_script(path: Path, messages: Sequence[Sequence[str | ToolCall | Mapping[str, Any]]]) -> str:
-    """A file that names the model which plays these messages: words and calls."""
+    """Writes a script of messages (text and calls); returns its path, the model's name."""
     path.write_text(
         json.dumps(messages, default=lambda call: {"name": call.name, "arguments": call.arguments})
     )
@@ -35,9 +35,12 @@ def write_script(path: Path, messages: Sequence[Sequence[str | ToolCall | Mappin
 
 
 def read_script(path: Path) -> list[list[ToolCall | str]]:
-    """Messages of parts: words, or `{"name": ..., "arguments": {...}}`."""
+    """Reads a script: messages whose parts are text or `{"name": ..., "arguments": {...}}`."""
     return [
-        [one if isinstance(one, str) else ToolCall(one["name"], one.get("arguments", {})) for one in message]
+        [
+            part if isinstance(part, str) else ToolCall(part["name"], part.get("arguments", {}))
+            for part in message
+        ]
         for message in json.loads(path.read_text(encoding="utf-8"))
     ]
 
@@ -45,7 +48,7 @@ def read_script(path: Path) -> list[list[ToolCall | str]]:
 def open_model_of(
     choice: models.ModelChoice, one_shot: bool, agent: AgentConfig
 ) -> contextlib.AbstractAsyncContextManager[models.Policy]:
-    """The script that is named, or the model as always."""
+    """Opens the script if a JSON file is named, else the real model."""
     script = Path(choice.model or choice.run)
     return _scripted(script, agent) if script.suffix == ".json" else _open_real_model(choice, one_shot, agent)
 

@@ -94,7 +94,7 @@ def test_any_tree_of_conversations_is_the_same_from_its_journal(seed: int, keep:
                     sampler.failures = 1
                 if noise.random() < 0.1:
                     for branch in service.session_map.branches:
-                        sampler.inner.forget(branch.id)
+                        sampler.inner.drop_prefix(branch.id)
                 await client.step()
 
         run(talk())
@@ -106,7 +106,7 @@ def test_any_tree_of_conversations_is_the_same_from_its_journal(seed: int, keep:
         again = AnswerService(made, sampler, answer_s=60, abort_s=60)
         sampler.failures = 0
         for branch in made.branches:
-            sampler.inner.forget(branch.id)
+            sampler.inner.drop_prefix(branch.id)
         client.client.service = again
         run(client.step())
         check_recording(again, sampler)

@@ -377,7 +377,7 @@ def test_a_sampler_that_lost_the_prefix_gets_everything_again() -> None:
 
     async def talk() -> None:
         one = await client.send([SYSTEM, USER])
-        sampler.inner.forget(client.service.session_map.branches[0].id)
+        sampler.inner.drop_prefix(client.service.session_map.branches[0].id)
         await client.send([SYSTEM, USER, *result(one), {"role": "user", "content": "?"}])
 
     run(talk())

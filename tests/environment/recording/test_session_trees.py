@@ -110,7 +110,7 @@ def test_any_tree_of_conversations_records_each_sampled_token_once(
                 sampler.failures = 1
             if noise.random() < 0.1:
                 for branch in service.session_map.branches:
-                    sampler.inner.forget(branch.id)
+                    sampler.inner.drop_prefix(branch.id)
             await client.step()
 
     run(talk())

@@ -1,4 +1,4 @@
-"""A server that speaks as vLLM does."""
+"""A fake of vLLM's server."""
 
 from tests.fakes.vllm.server import FakeServer
 

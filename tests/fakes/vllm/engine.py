@@ -1,4 +1,4 @@
-"""What stands behind the fake server: a small model of ours, one token of every request a step."""
+"""The fake server's engine: a small model of ours that samples one token of every request per step."""
 
 from __future__ import annotations
 
@@ -36,34 +36,34 @@ class Job:
     prompt_logprobs: list[Any] | None = None
     finish: str | None = None
     salt: str = ""
-    """Requests with the same one share keys."""
+    """Only requests with equal salts share cached keys."""
     num_cached: int = 0
-    """Tokens of the prompt whose keys are there already."""
+    """Prompt tokens whose keys are cached already."""
 
 
 class FakeEngine:
-    """Computes every sequence whole at each step: slow, and plainly right."""
+    """Recomputes every whole sequence at each step: slow, but evidently correct."""
 
     def __init__(self, directory: Path) -> None:
         self.model: AnyModel = load_any_model(directory)
         self.label = "default"
         self.faults: set[Fault] = set()
-        """What goes wrong from now on."""
+        """Active faults."""
         self.jobs: dict[str, Job] = {}
         self.was_aborted = asyncio.Event()
-        """Set by the first abort, of whatever it was."""
+        """Set by the first abort of any request."""
         self.resets = 0
         self.pauses = 0
         self.loads: list[str] = []
         self._go = asyncio.Event()
         self._go.set()
         self._computed: dict[str, list[list[int]]] = {}
-        """Tokens whose keys are held, by salt."""
+        """Salt -> token sequences whose keys are cached."""
         self._routes: dict[str, dict[str, Any]] = {}
         self._progress: dict[str, int] = {}
 
     async def run(self) -> None:
-        """Steps for ever."""
+        """Steps until it is cancelled."""
         while True:
             await self._go.wait()
             for job in list(self.jobs.values()):
@@ -71,7 +71,7 @@ class FakeEngine:
             await asyncio.sleep(_STEP_S)
 
     def submit(self, document: dict[str, Any]) -> Job:
-        """Takes a request in, in the body that `/inference/v1/generate` has."""
+        """Adds a request, given the body of `/inference/v1/generate`."""
         params = document["sampling_params"]
         generator = torch.Generator().manual_seed(int(params.get("seed", 0)) % 2**63)
         job = Job(document["request_id"], list(document["token_ids"]), params, generator)
@@ -90,16 +90,16 @@ class FakeEngine:
             job.events.put_nowait({"token_ids": [], "entries": []})
 
     def pause(self) -> None:
-        """No further step until `resume`."""
+        """Stops stepping until `resume`."""
         self.pauses += 1
         self._go.clear()
 
     def resume(self) -> None:
-        """Steps again."""
+        """Continues stepping."""
         self._go.set()
 
     def call(self, method: str, arguments: list[str]) -> dict[str, Any]:
-        """What the worker extension's methods do."""
+        """Calls a method of the worker extension."""
         if method == "etude_prepare":
             return self._prepare(arguments[0] == "yes")
         if method == "etude_load":
@@ -144,7 +144,7 @@ class FakeEngine:
     @torch.no_grad()
     def _step(self, job: Job) -> None:
         if "dies_when_sampling" in self.faults:
-            raise RuntimeError("the engine died, as it was told to")
+            raise RuntimeError("the engine died on purpose")
         ids = torch.tensor([*job.prompt, *job.sampled])
         recorder = self.model.recorder()
         hidden = self.model(ids, torch.arange(len(ids)), PackedAttention([len(ids)]), recorder)

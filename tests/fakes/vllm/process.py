@@ -1,4 +1,4 @@
-"""The fake as a process, in the place of vLLM's own server: it takes the same arguments.
+"""The fake server as a process: accepts the arguments of vLLM's own server.
 
 A package `vllm.entrypoints.openai.api_server` that calls `main` lets Étude's launcher start it.
 """
@@ -16,7 +16,7 @@ from tests.fakes.vllm.server import build_app
 
 
 def main() -> None:
-    """Serves until it is killed, or until its engine dies."""
+    """Serves until it is killed or its engine dies."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--host", default="127.0.0.1")

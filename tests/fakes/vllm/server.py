@@ -1,4 +1,4 @@
-"""The paths of vLLM's server that are used here, with the bodies and answers that vLLM 0.32 has."""
+"""The routes of vLLM's server that Étude uses, with the request and response bodies of vLLM 0.32."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _START_S = 60.0
 
 @dataclass(slots=True, eq=False)
 class FakeServer:
-    """A VllmServer in this process, on a loopback port. Each start makes a fresh engine."""
+    """A VllmServer in this process on a loopback port. Each start creates a new engine."""
 
     loads_at_start: bool = True
     key: str = ""
     fails_to_start: int = 0
-    """How many of the next starts fail."""
+    """Number of the next starts that fail."""
     starts: list[Path] = field(default_factory=list[Path])
-    """The directories that it was started with."""
+    """Model directories of all starts."""
     engine: FakeEngine | None = None
     _server: uvicorn.Server | None = None
     _tasks: list[asyncio.Task[Any]] = field(default_factory=list[asyncio.Task[Any]])
@@ -42,7 +42,7 @@ class FakeServer:
         await self.stop()
         if self.fails_to_start:
             self.fails_to_start -= 1
-            raise SamplerError("vLLM did not start", received="as it was told to")
+            raise SamplerError("vLLM did not start", received="failed on purpose")
         self.starts.append(directory)
         self.engine = FakeEngine(directory)
         self._ended = asyncio.Event()
@@ -59,7 +59,7 @@ class FakeServer:
         return f"http://127.0.0.1:{listener.getsockname()[1]}"
 
     async def stop(self) -> None:
-        """See VllmServer.stop: at once, as a killed process does."""
+        """See VllmServer.stop. Cuts all connections at once, like a killed process."""
         if self._server is not None:
             self._server.should_exit = self._server.force_exit = True
             for server in self._server.servers:
@@ -82,12 +82,12 @@ class FakeServer:
         return "the engine died"
 
     def die(self) -> None:
-        """Ends as a crash would."""
+        """Simulates a crash of the engine."""
         self._tasks[1].cancel()
 
 
 def build_app(engine: FakeEngine) -> FastAPI:
-    """The application over one engine."""
+    """The web application over one engine."""
     app = FastAPI()
     _add_control(app, engine)
 
@@ -146,7 +146,7 @@ def _add_control(app: FastAPI, engine: FakeEngine) -> None:
 
 
 async def _watched(request: Request, engine: FakeEngine, job: Job) -> AsyncGenerator[dict[str, Any]]:
-    """The job's events; a client that goes away aborts it."""
+    """The job's events; aborts the job if the client disconnects."""
     try:
         while True:
             with contextlib.suppress(TimeoutError):

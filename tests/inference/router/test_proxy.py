@@ -143,7 +143,7 @@ def test_a_client_that_leaves_stops_the_replicas_work() -> None:
             waiting.cancel()
             while one.proxy.router.num_in_flight or one.replicas[0].running > 1:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
-            assert one.replicas[0].left == 1
+            assert one.replicas[0].num_cut_streams == 1
 
     run(body())
 

@@ -13,7 +13,7 @@ from typing import Any
 from etude.sandbox.network.log import RequestLog
 from etude.sandbox.network.proxy import EgressProxy, ProxyLimits, open_tcp
 from etude.sandbox.network.streams import AsyncioStream, Stream
-from tests.fakes.network import FakeNames, MemoryStream, memory_streams
+from tests.fakes.network import FakeResolver, MemoryStream, memory_streams
 
 PUBLIC = "93.184.216.34"
 """An address that passes the checks; no test connects to it."""
@@ -29,7 +29,7 @@ class Bench:
 
     proxy: EgressProxy
     lines: list[dict[str, Any]]
-    names: FakeNames
+    names: FakeResolver
     port: int = 0
     connected: list[tuple[str, int]] = field(default_factory=list)
     written: asyncio.Event = field(default_factory=asyncio.Event)
@@ -64,7 +64,7 @@ def make_bench(
         lines.append(json.loads(line))
         written.set()
 
-    fake = FakeNames(names or {})
+    fake = FakeResolver(names or {})
     proxy = EgressProxy(rules, RequestLog(write), "box-1", fake, connect, limits, private)
     return Bench(proxy, lines, fake, connected=connected, written=written)
 

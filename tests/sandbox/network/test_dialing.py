@@ -10,7 +10,7 @@ from benchmarks.simulation.virtual_time import run_virtual
 
 from etude.sandbox.network.messages import Refusal, Target
 from etude.sandbox.network.proxy import Connect, Dialer, Resolve, resolve_name
-from tests.fakes.network import FakeNames, MemoryStream, memory_streams
+from tests.fakes.network import FakeResolver, MemoryStream, memory_streams
 from tests.sandbox.network.builders import PUBLIC
 
 OTHER = "198.41.0.4"
@@ -59,9 +59,9 @@ def refusal(resolve: Resolve, connect: Connect, target: Target = TARGET) -> Refu
 
 
 def test_a_name_is_resolved_once_and_its_address_connected_to() -> None:
-    names, connections = FakeNames({"example.org": [[PUBLIC], ["127.0.0.1"]]}), Connections()
+    names, connections = FakeResolver({"example.org": [[PUBLIC], ["127.0.0.1"]]}), Connections()
     assert dial(names, connections) == PUBLIC
-    assert names.asked == ["example.org"]
+    assert names.queries == ["example.org"]
     assert connections.asked == [(PUBLIC, 443)]
 
 
@@ -70,7 +70,7 @@ def test_a_name_is_resolved_once_and_its_address_connected_to() -> None:
 )
 def test_a_name_that_leads_inside_is_refused(address: str) -> None:
     connections = Connections()
-    got = refusal(FakeNames({"example.org": [[address]]}), connections)
+    got = refusal(FakeResolver({"example.org": [[address]]}), connections)
     assert got.status == 403 and got.reason.startswith("address_")
     assert address not in got.message
     assert connections.asked == []
@@ -79,26 +79,26 @@ def test_a_name_that_leads_inside_is_refused(address: str) -> None:
 def test_one_forbidden_address_among_many_refuses_the_name() -> None:
     connections = Connections()
     many = [f"93.184.216.{n}" for n in range(30)]
-    assert refusal(FakeNames({"example.org": [[*many, "127.0.0.1"]]}), connections).status == 403
+    assert refusal(FakeResolver({"example.org": [[*many, "127.0.0.1"]]}), connections).status == 403
     assert connections.asked == []
 
 
 @pytest.mark.parametrize("name", ["localhost", "a.localhost", "localhost.localdomain", "ip6-localhost"])
 def test_names_of_the_loopback_are_not_even_resolved(name: str) -> None:
-    names = FakeNames({name: [[PUBLIC]]})
+    names = FakeResolver({name: [[PUBLIC]]})
     assert refusal(names, Connections(), Target(name, 80)).reason == "address_loopback"
-    assert names.asked == []
+    assert names.queries == []
 
 
 def test_an_address_is_checked_without_resolving() -> None:
-    names = FakeNames({})
+    names = FakeResolver({})
     assert refusal(names, Connections(), Target("127.0.0.1", 80)).reason == "address_loopback"
     assert dial(names, Connections(), Target(PUBLIC, 80)) == PUBLIC
-    assert names.asked == []
+    assert names.queries == []
 
 
 def test_an_exception_holds_for_one_address_and_port() -> None:
-    names = FakeNames({"example.org": [["127.0.0.1"]]})
+    names = FakeResolver({"example.org": [["127.0.0.1"]]})
     private = frozenset({("127.0.0.1", 443)})
     assert dial(names, Connections(), private=private) == "127.0.0.1"
     with pytest.raises(Refusal):
@@ -107,18 +107,20 @@ def test_an_exception_holds_for_one_address_and_port() -> None:
 
 def test_the_next_address_is_tried_when_one_fails() -> None:
     connections = Connections({PUBLIC: ConnectionRefusedError(111, "refused")})
-    assert dial(FakeNames({"example.org": [[PUBLIC, OTHER]]}), connections) == OTHER
+    assert dial(FakeResolver({"example.org": [[PUBLIC, OTHER]]}), connections) == OTHER
 
 
 def test_an_address_that_hangs_leaves_time_for_the_next() -> None:
     async def connect(address: str, port: int) -> MemoryStream:
         return await Connections()(address, port) if address == OTHER else await never()  # type: ignore[return-value]
 
-    assert dial(FakeNames({"example.org": [[PUBLIC, OTHER]]}), connect) == OTHER
+    assert dial(FakeResolver({"example.org": [[PUBLIC, OTHER]]}), connect) == OTHER
 
 
 def test_failures_have_their_status() -> None:
-    names = FakeNames({"example.org": [[PUBLIC]], "empty.example": [[]], "odd.example": [["not an address"]]})
+    names = FakeResolver(
+        {"example.org": [[PUBLIC]], "empty.example": [[]], "odd.example": [["not an address"]]}
+    )
     broken = Connections({PUBLIC: ConnectionRefusedError(111, "refused")})
     assert refusal(names, broken).status == 502
     assert refusal(names, broken).reason == "connect_failed ECONNREFUSED"

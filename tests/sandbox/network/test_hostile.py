@@ -97,7 +97,7 @@ def test_a_name_that_is_rebound_to_the_loopback_is_not_reached() -> None:
             first = await _refused_connect(bench, request(HOST, port, "GET"))
             second = await exchange(bench.proxy, request(HOST, port, "GET"))
         # One question for each request, and the connection went to its answer.
-        assert bench.names.asked == [HOST, HOST]
+        assert bench.names.queries == [HOST, HOST]
         assert bench.connected == [(PUBLIC, port)]
         assert first is None and status_of(second) == 403 and origin.seen == []
 

@@ -18,7 +18,7 @@ import pytest
 from etude.errors import ConfigError, SandboxError
 from etude.sandbox.network.log import RequestLog
 from etude.sandbox.network.proxy import EgressProxy, ProxyLimits, proxy_environment
-from tests.fakes.network import FakeNames, memory_streams
+from tests.fakes.network import FakeResolver, memory_streams
 from tests.sandbox.network.builders import (
     LOOPBACK,
     PATIENT,
@@ -94,7 +94,7 @@ def test_what_no_rule_names_is_refused_with_the_rule_to_add(method: str) -> None
     )
     assert status_of(got) == 403
     assert b'add "other.example:8080" to network.allow' in got
-    assert bench.names.asked == [] and bench.connected == []
+    assert bench.names.queries == [] and bench.connected == []
     assert (bench.lines[0]["decision"], bench.lines[0]["reason"]) == ("refused", "no_rule")
     assert (bench.lines[0]["host"], bench.lines[0]["port"]) == ("other.example", 8080)
 
@@ -324,7 +324,7 @@ def test_nothing_is_served_that_cannot_be_logged() -> None:
         raise OSError(28, "No space left on device")
 
     async def run() -> None:
-        names = FakeNames({})
+        names = FakeResolver({})
         proxy = EgressProxy([HOST], RequestLog(full), "box", names)
         for expected in (502, 503):
             client, served = memory_streams()
@@ -334,7 +334,7 @@ def test_nothing_is_served_that_cannot_be_logged() -> None:
                 await proxy.serve(served)
             assert served.closed
             assert status_of(await client.read(1000)) == expected
-        assert names.asked == [HOST]
+        assert names.queries == [HOST]
 
     asyncio.run(run())
 
