@@ -1,10 +1,10 @@
-"""The quickstart's tasks: two families that a configuration names, and that nothing in Étude imports.
+"""The quickstart's tasks: two task families that a configuration names and Étude does not import.
 
-bug_fixes:BugFixes, trail_family:Trails    what a run calls; see `etude.controller.families`
+bug_fixes:BugFixes, trail_family:Trails    the families; see `etude.controller.families`
 generator ──> functions, families, mutations, cases          trails      tasks and their author
-observed, composed ──> acting              what only acting solves, mixed with the others
-expert, observed_expert, part_expert       scripted authors, who err on purpose
-playing ──> sessions, code ──> corpus      what mid-training reads; `data` holds it ready
+observed, composed ──> acting              tasks that require running the tests, mixed with the others
+expert, observed_expert, part_expert       scripted authors, which make mistakes on purpose
+playing ──> sessions, code ──> corpus      mid-training data; `data` has it ready-made
 frozen                                     evaluation tasks, with committed digests
 """
 

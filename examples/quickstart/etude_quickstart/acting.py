@@ -1,4 +1,4 @@
-"""The families of tasks that only acting solves, and how reinforcement learning mixes them with others."""
+"""The families of tasks that can only be solved by running the tests, and their mixture with other tasks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ACTING_FAMILIES: tuple[ActingFamily, ...] = get_args(ActingFamily)
 ACTING_SUITES: tuple[str, ...] = tuple(
     f"{family}_{split}" for family in ACTING_FAMILIES for split in FUNCTION_SPLITS
 )
-"""Names of their frozen evaluation tasks."""
+"""Names of the suites of their frozen evaluation tasks."""
 
 
 def acting_source(seed: int, family: ActingFamily, split: FunctionSplit = "train") -> Callable[[int], Task]:
@@ -26,12 +26,12 @@ def acting_source(seed: int, family: ActingFamily, split: FunctionSplit = "train
 
 
 class MixedSource:
-    """Training tasks by index, some of them of these families."""
+    """Training tasks by index, a share of them from these families."""
 
     def __init__(
         self, seed: int, others: Callable[[int], Task], shares: Mapping[ActingFamily, float]
     ) -> None:
-        """`shares`: of each family; the rest comes from `others`."""
+        """`shares`: share of each family; the other tasks come from `others`."""
         self._seed, self._others, self._shares = seed, others, dict(shares)
         self._sources = {name: acting_source(seed, name) for name in ACTING_FAMILIES}
 

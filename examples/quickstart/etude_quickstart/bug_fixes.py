@@ -1,4 +1,4 @@
-"""The family `bug_fixes`: small repositories with a planted bug, and what a model reads beforehand."""
+"""The family `bug_fixes`: small repositories with a planted bug, and the mid-training data for them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from etude_quickstart.generator import FunctionSplit, Split, TaskGenerator
 from etude_quickstart.observed import CEILING, mask_output
 
 if TYPE_CHECKING:
-    # The agent and the sandboxes come with some of them, and with the corpus: tasks alone do without.
+    # Some of these, and the corpus, import the agent and the sandboxes, which tasks alone do not need.
     from etude.controller.expert_chats import ScriptedSession
     from etude.evaluation import ActingTasks
     from etude.observe import Observer
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 
 class BugFixes:
-    """Small repositories with a planted bug. A family of your own inherits from it: what it leaves as it is,
-    the tokenizer and what mid-training reads, are then those of the quickstart."""
+    """Small repositories with a planted bug. A family of your own can inherit from it: members that it does
+    not override, such as tokenizer and mid-training data, are those of the quickstart."""
 
     splits: Sequence[str] = ("heldout", "validation", "heldout_family", *ACTING_SUITES)
     notes: Sequence[str] = ()
@@ -103,4 +103,4 @@ class BugFixes:
         return load_sessions(count, observer)
 
 
-_: Callable[[RunConfig], TaskFamily] = BugFixes  # the type checker finds what is missing
+_: Callable[[RunConfig], TaskFamily] = BugFixes  # the type checker reports missing members

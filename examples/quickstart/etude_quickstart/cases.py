@@ -1,4 +1,4 @@
-"""Test cases: calls and what they must return, chosen so that they tell a bug from the right function."""
+"""Test cases: calls and their expected results, chosen to distinguish a bug from the correct function."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NUM_HIDDEN = 24
 _DRAWS = 14
 _DRAWS_FOR_BUG = 40
 _LONGEST = 32
-"""Characters of a result in a visible test: it is what a failing test prints."""
+"""Most characters of a result in a visible test, since a failing test prints it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,20 +48,20 @@ def choose_cases(
     rng: Random,
     min_results: int,
 ) -> Cases | None:
-    """Cases for `spec`, all of them true of `right`, with at least `min_results` different results.
+    """Cases for `spec` that all pass with `right`, with at least `min_results` different results.
 
-    With `wrong` given, a visible and two hidden cases at least are false of it. None where no such
-    cases turn up, or where `wrong` fails in a way that says too much (any error but an index out of range).
+    With `wrong` given, at least one visible and two hidden cases fail with it. None if no such cases are
+    drawn, or if `wrong` raises an error that reveals too much (any but an index out of range).
     """
     tries = _run(spec, right, wrong, rng)
     if tries is None or len({entry.case.result for entry in tries}) < min_results:
         return None
     short = [entry for entry in tries if len(entry.case.result) <= _LONGEST]
-    telling = [entry for entry in short if entry.differs]
-    if wrong is not None and (not telling or sum(entry.differs for entry in tries) < 3):
+    failing = [entry for entry in short if entry.differs]
+    if wrong is not None and (not failing or sum(entry.differs for entry in tries) < 3):
         return None
     visible = (
-        telling[:1] + [entry for entry in short if entry not in telling[:1]][: NUM_VISIBLE - len(telling[:1])]
+        failing[:1] + [entry for entry in short if entry not in failing[:1]][: NUM_VISIBLE - len(failing[:1])]
     )
     rng.shuffle(visible)
     rest = [entry for entry in tries if entry not in visible]
@@ -73,7 +73,7 @@ def choose_cases(
 def _run(
     spec: FunctionSpec, right: Callable[..., Any], wrong: Callable[..., Any] | None, rng: Random
 ) -> list[_Try] | None:
-    """Different calls with different outcomes first; None where `wrong` fails too loudly."""
+    """Draws different calls, those with new results first; None if `wrong` raises a revealing error."""
     fresh: list[_Try] = []
     repeated: list[_Try] = []
     seen: set[str] = set()

@@ -1,4 +1,4 @@
-"""Plain code and fixes of the train split, for learning to read and write them by next-token prediction."""
+"""Mid-training documents of plain code and fixes, from the train split."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from etude_quickstart.generator import TaskGenerator, canonical_parameters, spli
 from etude_quickstart.mutations import mutations
 
 NUMBERED_SHARE = 0.5
-"""Documents written as the file tool shows them: line number, tab, line."""
+"""Share of documents in the file tool's format: line number, tab, line."""
 FIX_MARK = "\nfix "
-"""What stands between a broken file and the line that corrects it: its number, a tab, its text."""
+"""Separates a broken file from the line that corrects it: its number, a tab, its text."""
 REWRITE_MARK = "\nrewrite "
-"""What stands between a broken file and its function's body as it should be: its lines, then the body."""
+"""Separates a broken file from its function's correct body: the range of lines, then the body."""
 _MAX_BUGS = 3
 _CALLER_SHARE = 0.1
 
@@ -35,10 +35,10 @@ def code_documents(seed: int, count: int) -> Iterator[str]:
 
 
 def fix_documents(seed: int, count: int, first: int = 0) -> Iterator[str]:
-    """What a history of fixes teaches: a broken file, numbered, then the line that corrects it.
+    """Like a commit history of fixes: a broken file, numbered, then the line that corrects it.
 
-    Documents `first` .. `first + count - 1`, the same for the same seed. They hold no tool calls: how a fix
-    is made with tools, only sessions show.
+    Documents `first` .. `first + count - 1`, the same for the same seed. They have no tool calls: only
+    sessions show how to make a fix with tools.
     """
     tasks = TaskGenerator(seed, "train")
     for index in range(first, first + count):
@@ -49,9 +49,9 @@ def fix_documents(seed: int, count: int, first: int = 0) -> Iterator[str]:
 
 
 def rewrite_documents(seed: int, count: int) -> Iterator[str]:
-    """A file with one to three bugs, numbered, then the function's body as it should be.
+    """A file with one to three bugs, numbered, then the function's correct body.
 
-    With several bugs, writing what the docstring says is right more often than copying.
+    With several bugs, following the docstring is right more often than copying the code.
     """
     rng = Random(f"rewrite/{seed}")
     for _ in range(count):
@@ -68,13 +68,13 @@ def rewrite_documents(seed: int, count: int) -> Iterator[str]:
 
 
 def numbered(source: str) -> str:
-    """The file as the file tool shows it."""
+    """The file in the file tool's format, with line numbers."""
     lines = source.removesuffix("\n").split("\n")
     return "\n".join(f"{number}\t{line}" for number, line in enumerate(lines, 1))
 
 
 def _draw(rng: Random) -> FunctionSpec:
-    """A function, or now and then a caller of one, of the train split."""
+    """A function of the train split, or sometimes a caller of one."""
     name, other = rng.sample(NAMES, 2)
     while True:
         spec = draw_function(rng.choice(FAMILIES), name, rng)

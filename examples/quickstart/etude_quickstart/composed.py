@@ -1,13 +1,13 @@
 """Composed: several bugs at once, each in a function and a file of its own.
 
-    part      one broken file among others        what mid-training reads
-    pair      two of them                         what reinforcement learning trains on
-    triple    three                               held out only
+    part      one broken file among others        mid-training data
+    pair      two broken files                    tasks for reinforcement learning
+    triple    three broken files                  held out only
 
-The instruction names no test: a test run says which one fails, and once that function is fixed, the next run
-says which other one does. Each pair and each triple of bug kinds belongs to one split, so that the held-out
-ones are new combinations of parts that are known (arXiv 2509.25123: reinforcement learning on f(g(x)) carries
-over to those, rejection fine-tuning on the same data does not). Functions, too, are of their split.
+The instruction names no test: a test run shows which one fails, and once that function is fixed, the next run
+shows the other. Each pair and triple of bug kinds belongs to one split, so that held-out ones are new
+combinations of known parts (arXiv 2509.25123: reinforcement learning on f(g(x)) generalises to those, while
+rejection fine-tuning on the same data does not). Functions, too, belong to one split.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ from etude_quickstart.mutations import BUG_KINDS, BugKind
 
 Combination = tuple[BugKind, ...]
 DIRECTORY = "lib"
-"""Holds all files, so that a test's name gives the path of the function that it tests."""
+"""Directory of all files, so that a test's name gives the path of the tested function."""
 INSTRUCTIONS = ("tests fail", "fix the tests", "make the tests pass")
 
 _NUM_CLASSES = 6
 _MAX_CHARACTERS = 150
-"""Of a function's source, unless its bug needs a longer one: sessions stay short."""
+"""Most characters of a function's source, unless its bug needs a longer one; keeps sessions short."""
 _LONG_KINDS: tuple[BugKind, ...] = ("range_end", "augmented", "negation", "logical", "missing_return")
 _NUM_FILES = 3
 
 
 def combinations_of(split: FunctionSplit, size: int) -> list[Combination]:
-    """The combinations of `size` bug kinds that tasks of the split have. No triple is of `train`."""
+    """The combinations of `size` bug kinds in tasks of the split. `train` has no triples."""
     return [kinds for kinds in combinations(BUG_KINDS, size) if _split_of(kinds) == split]
 
 
 def _split_of(kinds: Combination) -> FunctionSplit:
-    """Of pairs about two thirds are trained on and a sixth judges; of triples five sixths judge."""
+    """About two thirds of the pairs are `train`, a sixth `heldout`; five sixths of triples are `heldout`."""
     number = sum(map(BUG_KINDS.index, kinds)) % _NUM_CLASSES
     if number == 0:
         return "validation"
@@ -71,18 +71,18 @@ class ComposedGenerator:
         self._sizes = (2,) if split == "train" else (2, 3)
 
     def task(self, index: int) -> Task:
-        """The task with this index: always the same. Outside of `train`, pairs and triples take turns."""
+        """The task with this index; deterministic. Outside of `train`, pairs and triples alternate."""
         rng = Random(f"composed/{self.seed}/{self.split}/{index}")
         kinds = rng.choice(combinations_of(self.split, self._sizes[index % len(self._sizes)]))
         return self.build(f"composed-{self.split}-{self.seed}-{index}", kinds, rng)
 
     def part(self, index: int) -> Task:
-        """A task with one bug."""
+        """The part with this index: a task with one bug."""
         rng = Random(f"part/{self.seed}/{self.split}/{index}")
         return self.build(f"part-{self.split}-{self.seed}-{index}", (rng.choice(BUG_KINDS),), rng)
 
     def build(self, task_id: str, kinds: Combination, rng: Random) -> Task:
-        """Three files, with a bug of each kind in one of its own."""
+        """A task of three files, with a bug of each kind in a file of its own."""
         names = rng.sample(NAMES, _NUM_FILES)
         broken = [self._broken(kind, name, rng) for kind, name in zip(kinds, names, strict=False)]
         whole = [_moved(*self._short.whole(name, rng)) for name in names[len(kinds) :]]

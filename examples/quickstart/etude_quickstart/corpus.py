@@ -1,4 +1,4 @@
-"""What mid-training reads: the expert's sessions and plain code, as weighted token documents."""
+"""Mid-training data: the expert's sessions and plain code, as weighted token documents."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ from etude_quickstart.sessions import (
 )
 
 CORPUS_SEED = 20_261
-"""Seed of the shipped corpus. Runs of different seeds read the same corpus, in another order."""
+"""Seed of the shipped corpus. Runs of all seeds use this corpus, each in a different order."""
 SHIPPED_FIXES = "code-fixes.jsonl.zst"
 _FIX_SEED = CORPUS_SEED + 1
-"""Other tasks than the sessions'."""
+"""Seed of the fixes: other tasks than those of the sessions."""
 TOKENIZER_SESSIONS, TOKENIZER_OBSERVED = 4_000, 300
-"""Of the corpus, that a tokenizer is trained on: bug fixes, and observed tasks where they are read at all."""
+"""Numbers of sessions for training a tokenizer: of bug fixes, and of observed tasks if those are used."""
 _TOKENIZER_DOCUMENTS = 2_000
 
 
 @dataclass(frozen=True, slots=True)
 class SessionCorpus:
-    """Sessions of a scripted author: a shipped file, and how more are made."""
+    """Sessions of a scripted author: a shipped file, and the script that generates more."""
 
     file: str
     script: Script
@@ -63,7 +63,7 @@ PART_SESSIONS = SessionCorpus("part-sessions.jsonl.zst", script_part)
 def load_sessions(
     num_sessions: int, observer: Observer, corpus: SessionCorpus = BUG_FIX_SESSIONS
 ) -> list[ScriptedSession]:
-    """The first sessions of a corpus: as shipped, and beyond that generated."""
+    """The first `num_sessions` of a corpus: the shipped ones, then generated ones."""
     path, num_shipped = _shipped(corpus.file)
     sessions = load_corpus(path, min(num_sessions, num_shipped)) if num_shipped else []
     missing = num_sessions - len(sessions)
@@ -76,7 +76,7 @@ def load_sessions(
 
 
 def load_fixes(num_documents: int, observer: Observer) -> list[str]:
-    """The first documents of the history of fixes: as shipped, and beyond that generated."""
+    """The first `num_documents` fix documents: the shipped ones, then generated ones."""
     path, num_shipped = _shipped(SHIPPED_FIXES)
     fixes: list[str] = load_lines(path, min(num_documents, num_shipped)) if num_shipped else []
     missing = num_documents - len(fixes)
@@ -102,7 +102,7 @@ def make_documents(
     config: MidtrainConfig,
     max_tokens: int,
 ) -> list[Document]:
-    """Sessions, fixes, rewrites and code as documents; those of more than `max_tokens` are left out whole."""
+    """Sessions, fixes, rewrites and code as documents, without those of more than `max_tokens` tokens."""
     documents = [_session_document(session, renderer, config) for session in sessions]
     documents += [_fix_document(text, FIX_MARK, renderer, config) for text in fixes]
     for text in observed_fix_documents(_FIX_SEED, config.num_observed_fixes):
@@ -115,7 +115,7 @@ def make_documents(
 
 
 def _fix_document(text: str, mark: str, renderer: Renderer, config: MidtrainConfig) -> Document:
-    """The broken file is code like any other; what corrects it is what the document is about."""
+    """A fix document: the broken file has the weight of code, the correction the weight of fixes."""
     broken, _, fix = text.rpartition(mark)
     encode = renderer.tokenizer.encode
     return _weighted([(encode(broken), config.code_weight), (encode(mark + fix), config.fix_weight)])
@@ -128,7 +128,7 @@ def _weighted(parts: Sequence[tuple[NDArray[np.int32], float]]) -> Document:
 
 
 def _session_document(session: ScriptedSession, renderer: Renderer, config: MidtrainConfig) -> Document:
-    """The tokens that the session would have in a rollout; what the agent wrote is marked."""
+    """The tokens that the session would have in a rollout, with the agent's tokens marked."""
     parts = [renderer.prompt(session.instruction)]
     written = [False]
     for turn in session.turns:
@@ -143,7 +143,7 @@ def _session_document(session: ScriptedSession, renderer: Renderer, config: Midt
 
 
 def session_texts(session: ScriptedSession) -> list[str]:
-    """All that was said in it."""
+    """All texts of a session: instruction, messages, tool outputs."""
     texts = [session.instruction]
     for turn in session.turns:
         for part in turn.parts:
@@ -153,7 +153,7 @@ def session_texts(session: ScriptedSession) -> list[str]:
 
 
 def _shipped(name: str) -> tuple[Path, int]:
-    """A shipped file and how many documents it holds; 0 where it is not there."""
+    """(path of a shipped file, its number of documents; 0 if it is missing)."""
     path = Path(str(files("etude_quickstart") / "data" / name))
     count = path.with_suffix(".count")
     return path, int(count.read_text(encoding="utf-8")) if path.exists() and count.exists() else 0

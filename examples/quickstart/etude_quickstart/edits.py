@@ -13,7 +13,7 @@ from etude_quickstart.mutations import mutations
 
 @dataclass(frozen=True, slots=True)
 class Edit:
-    """Replaces lines of a file, from `line` (counted from 1) on, by as many."""
+    """Replaces lines of a file, from `line` (from 1) on, by the same number of lines."""
 
     path: str
     line: int
@@ -30,7 +30,7 @@ class Edit:
 
 
 class ReferenceFix:
-    """The file that is broken, as it is and as it should be.
+    """The broken file of a task, with its current and its correct lines.
 
     Raises TaskError unless the reference fix changes lines of exactly one file and keeps their number.
     """
@@ -57,7 +57,7 @@ class ReferenceFix:
             (mutation.line, mutation.apply(fixed).split("\n")[mutation.line - 1])
             for mutation in mutations(fixed)
         ]
-        """(line, wrong text for it)"""
+        """(line, a wrong text for it)"""
 
     def num_wrong_lines(self, text: Sequence[str]) -> int:
         """How many lines of `text` differ from the fixed file."""
@@ -74,14 +74,14 @@ class ReferenceFix:
         return Edit(self.path, line, self.fixed[line - 1])
 
     def idle_edit(self, text: Sequence[str], rng: Random) -> Edit:
-        """Writes a line that was right once more as it stands."""
+        """An edit that rewrites a correct line unchanged."""
         wrong = self._wrong_lines(text)
         lines = sorted({line for line, _ in self._changes}.difference(wrong)) or wrong
         line = rng.choice(lines)
         return Edit(self.path, line, text[line - 1])
 
     def wrong_edit(self, text: Sequence[str], rng: Random, other_line: float, misplaced: float) -> Edit:
-        """An edit that leaves the file wrong: other line, right text misplaced, or another change.
+        """An edit that leaves the file wrong: another line, the right text misplaced, or a wrong change.
 
         `other_line` and `misplaced` are the shares of the first two.
         """
@@ -99,7 +99,7 @@ class ReferenceFix:
         return rng.choice(edits or [Edit(self.path, wrong, "    pass")])
 
     def rewritten(self, edit: Edit, text: Sequence[str], corrected: bool) -> Edit:
-        """The edit written as the function's whole body; with `corrected`, all else that is wrong, too.
+        """The edit as a rewrite of the function's whole body; with `corrected` other errors are fixed too.
 
         An edit above the body stays as it is.
         """
@@ -110,7 +110,7 @@ class ReferenceFix:
         return Edit(self.path, first, "\n".join(after[first - 1 :]))
 
     def edit_of(self, call: ToolCall, text: Sequence[str] | None) -> Edit | None:
-        """What an editing call of `as_call` does to `text`; None for a file that was not read."""
+        """The edit that a call of `as_call` makes to `text`; None if the file was not read."""
         if text is None or call.arguments["path"] != self.path:
             return None
         if call.name == "edit_lines":

@@ -1,9 +1,8 @@
-"""A scripted expert: plays bug-fixing sessions through the agent's tools, and errs on purpose.
+"""A scripted expert: plays bug-fixing sessions with the agent's tools, and makes mistakes on purpose.
 
-It is a pure state machine. What it does rests on what it has seen: paths from listings, greps and imports,
-files from reading them, the verdict from the tests. Only what the right edit *is* comes from the task's
-reference fix. Its sessions teach a model that starts from nothing how tools are used; its mistakes leave
-reinforcement learning something to do.
+It is a pure state machine that acts on its observations: paths from listings, greps and imports, files that
+it read, results of the tests. Only the right edit itself comes from the task's reference fix. Its sessions
+teach a randomly initialised model how to use tools; its mistakes leave room for reinforcement learning.
 
     look -> read -> (read what it imports) -> edit -> test -> finish
                              ^                          |
@@ -32,7 +31,7 @@ _READ_LINE = re.compile(r"\d+\t(.*)", re.DOTALL)
 
 
 class Expert:
-    """Plays one session of a task. Ask for a message, run its calls, hand the results to the next.
+    """Plays one session of a task: call `message`, run its calls, pass the results to the next `message`.
 
     Raises TaskError for a task whose instruction names no test or whose reference fix is not a change
     of lines in one file.
@@ -50,7 +49,7 @@ class Expert:
         self._edited = False
         self._num_tries = 0
         self._tests_pass: bool | None = None
-        self._mending = False
+        self._is_fixing = False
         self.done = False
         """Whether the last message ended the session."""
 
@@ -80,33 +79,33 @@ class Expert:
         return self._rng.random() < probability
 
     def _observe(self, call: ToolCall, result: ToolResult) -> None:
-        """Takes in what one call showed."""
+        """Updates the state with the result of one call."""
         if call.name in ("list_dir", "grep"):
             for line in result.output.splitlines():
                 match = _PATH.match(line)
                 if match:
-                    self._learn_path(match[1])
+                    self._add_path(match[1])
         elif call.name == "read_file" and result.error is None:
             matches = [_READ_LINE.fullmatch(line) for line in result.output.split("\n")]
             text = [match[1] for match in matches if match]
             self._texts[call.arguments["path"]] = text
             for module in IMPORT.findall("\n".join(text)):
-                self._learn_path(module.replace(".", "/") + ".py")
+                self._add_path(module.replace(".", "/") + ".py")
         elif call.name == "run_tests":
             self._tests_pass = result.error is None and bool(
                 re.fullmatch(r"\d+ passed", result.output.strip())
             )
         elif call.name in ("edit_lines", "search_replace") and result.error is not None:
-            self._texts.pop(call.arguments["path"], None)  # what the file holds is no longer sure
+            self._texts.pop(call.arguments["path"], None)  # the file's content is uncertain now
         elif call.name in ("edit_lines", "search_replace") and result.output == "no change":
             self._edited = False  # nothing to test, so the next step is another try
 
-    def _learn_path(self, path: str) -> None:
+    def _add_path(self, path: str) -> None:
         if path not in self._paths and not path.startswith("tests/"):
             self._paths.append(path)
 
     def _compose(self) -> list[ToolCall | str]:
-        """As many steps as may go into one message."""
+        """The calls of one message: as many steps as fit into it."""
         calls: list[ToolCall | str] = []
         while len(calls) < MAX_CALLS_PER_TURN:
             if len(calls) < MAX_CALLS_PER_TURN - 1 and self._chance(self._skill.pointless_look):
@@ -119,12 +118,12 @@ class Expert:
                 break
             calls.append(call)
             self._assume(call)
-            if call.name == "finish" or not (self._mending or self._chance(self._skill.parallel)):
+            if call.name == "finish" or not (self._is_fixing or self._chance(self._skill.parallel)):
                 break
         return calls
 
     def _assume(self, call: ToolCall) -> None:
-        """Counts on an edit that was just written; an error in its result takes that back."""
+        """Applies a new edit to the state in advance; an error in its result reverts that."""
         if call.name in ("edit_lines", "search_replace"):
             self._edited = True
             self._tests_pass = None
@@ -133,13 +132,13 @@ class Expert:
                 self._texts[edit.path] = edit.apply(self._texts[edit.path])
 
     def _next_call(self, calls: Sequence[ToolCall | str]) -> ToolCall | None:
-        """The next step; None where results of `calls`, in the same message, must come first."""
+        """The next step; None if it needs the results of `calls`, in the same message."""
         names = [call.name for call in calls if isinstance(call, ToolCall)]
         if "run_tests" in names:
             return None
         if self._tests_pass:
             return ToolCall("finish")
-        if self._mending:
+        if self._is_fixing:
             return self._edit()
         if self._edited and self._tests_pass is None:
             untested = self._chance(self._skill.untested_finish)
@@ -149,7 +148,7 @@ class Expert:
         return self._approach(calls)
 
     def _after_failure(self) -> ToolCall:
-        """The tests fail after an edit: gives up, looks again or tries again."""
+        """The step after a failed test run: give up, read the file again or edit again."""
         if not self._chance(self._skill.retry):
             return ToolCall("finish")
         if self._fix.path not in self._texts or self._chance(self._skill.reread):
@@ -159,7 +158,7 @@ class Expert:
         return self._edit()
 
     def _approach(self, calls: Sequence[ToolCall | str]) -> ToolCall | None:
-        """Steps towards the first edit: look, read, follow the import."""
+        """The next step towards the first edit: look, read, follow the import."""
         skill, names = self._skill, [call.name for call in calls if isinstance(call, ToolCall)]
         if not calls and self._tests_pass is None and not self._paths and self._chance(skill.test_first):
             return ToolCall("run_tests")
@@ -179,7 +178,7 @@ class Expert:
         return None
 
     def _next_to_read(self) -> str | None:
-        """The file of the tested function, then what it imports; None where it is unknown or all is read."""
+        """The file of the tested function, then the file it imports; None if unknown or already read."""
         path = next((known for known in self._paths if known.endswith(f"/{self._function}.py")), None)
         while path in self._texts and path != self._fix.path:
             modules = IMPORT.findall("\n".join(self._texts[path]))
@@ -203,15 +202,15 @@ class Expert:
         return ToolCall("list_dir")
 
     def _edit(self) -> ToolCall:
-        """An edit of the file as the expert believes it to be."""
+        """An edit based on the expert's view of the file."""
         skill, text = self._skill, self._texts[self._fix.path]
         if self._fix.num_wrong_lines(text) == 0:
-            return ToolCall("finish")  # the tests fail for a reason that the expert cannot see
-        right = self._mending or self._chance(skill.right_retry if self._num_tries else skill.right_edit)
-        rewrite = not self._mending and self._chance(skill.rewrite)
+            return ToolCall("finish")  # the tests fail for a reason unknown to the expert
+        right = self._is_fixing or self._chance(skill.right_retry if self._num_tries else skill.right_edit)
+        rewrite = not self._is_fixing and self._chance(skill.rewrite)
         if right:
             edit = self._fix.right_edit(text)
-            self._mending = self._fix.num_wrong_lines(text) > 1 and not rewrite
+            self._is_fixing = self._fix.num_wrong_lines(text) > 1 and not rewrite
         elif self._chance(skill.idle):
             edit = self._fix.idle_edit(text, self._rng)
         else:
@@ -222,7 +221,7 @@ class Expert:
         return as_call(edit, text, by_text=self._chance(skill.search_replace))
 
     def _blind_edit(self) -> ToolCall:
-        """An edit by guess: some line, some change of it."""
+        """A guessed edit: a random change of a random line."""
         edit = self._fix.wrong_edit(self._fix.broken, self._rng, 1.0, 0.0)
         return as_call(edit, self._fix.broken, by_text=False)
 

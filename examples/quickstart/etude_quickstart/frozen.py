@@ -1,8 +1,8 @@
 """The evaluation tasks: generated, and frozen by committed digests.
 
-Levels come one to one to one and bug kinds equally often, so figures of different runs, commits and
-machines can be compared. A change of a family or of the generator that changes these tasks changes their
-digest, and a test says so: then old figures no longer compare, which a changelog must tell.
+Levels and bug kinds are equally frequent, so figures of different runs, commits and machines can be compared.
+A change of a family or of the generator that changes these tasks changes their digest, and a test fails: then
+old figures are no longer comparable, which the changelog must state.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from etude_quickstart.observed import NUM_RULES, OBSERVED_KINDS, ObservedGenerat
 
 FROZEN_SEED = 1_018
 FROZEN_COUNT = 240
-"""Tasks under each committed digest."""
+"""Number of tasks covered by each committed digest."""
 
 
 def evaluation_tasks(split: Split, count: int = FROZEN_COUNT) -> list[Task]:
-    """The first `count` evaluation tasks of the split; more than 240 go on in the same pattern.
+    """The first `count` evaluation tasks of the split; beyond 240 the pattern continues.
 
-    Kinds take turns; each round of them starts one level further. With the 12 kinds of the ordinary
+    Bug kinds alternate; each round of them starts at the next level. With the 12 kinds of the ordinary
     splits, 240 tasks have each kind 20 times and each level 80 times. Raises TaskError for an unknown
     split.
     """
@@ -40,10 +40,10 @@ def evaluation_tasks(split: Split, count: int = FROZEN_COUNT) -> list[Task]:
 
 
 def acting_tasks(family: ActingFamily, split: FunctionSplit, count: int = FROZEN_COUNT) -> list[Task]:
-    """The first `count` evaluation tasks of a family that only acting solves.
+    """The first `count` evaluation tasks of a family of `acting`.
 
-    `observed`: kinds take turns, and rules: 24 tasks have each rule of each kind once. `composed`: pairs and,
-    outside of `train`, triples take turns; of the pairs each comes equally often.
+    `observed`: kinds and rules alternate: 24 tasks have each rule of each kind once. `composed`: pairs and,
+    outside of `train`, triples alternate; all pairs are equally frequent.
     """
     tasks: list[Task] = []
     for index in range(count):

@@ -1,4 +1,4 @@
-"""Functions with names: their source, their identity, their inputs and what they return."""
+"""Functions with names: their source, identity, inputs and results."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ NAMES: tuple[str, ...] = (
 # fmt: on
 
 DIRECTORIES: tuple[str, ...] = ("lib", "core", "util")
-"""Folders that hold the files."""
+"""Folders of the files."""
 
 _NUMBER_NAMES = ("a", "b", "c", "k", "m")
 _LIST_NAMES = ("xs", "ys")
@@ -40,7 +40,7 @@ _DIGIT = re.compile(r"(?<![\w.])\d(?!\w)")
 
 @dataclass(frozen=True, slots=True)
 class FunctionSpec:
-    """A correct function of a family, as it will stand in a file of its own."""
+    """A correct function of a family, as the content of a file."""
 
     name: str
     family: str
@@ -48,7 +48,7 @@ class FunctionSpec:
     signature: tuple[str, ...]
     """Parameters as written, defaults included."""
     kinds: tuple[Kind, ...]
-    """What each parameter takes."""
+    """Type of each parameter."""
     docstring: str
     lines: tuple[str, ...]
     """The body without the outer indentation."""
@@ -57,7 +57,7 @@ class FunctionSpec:
     """See `function_hash`; always of the correct function."""
     imports: tuple[str, ...] = ()
     constants: tuple[int, ...] = ()
-    """Numbers near which inputs matter."""
+    """Numbers in the code; inputs are drawn near them."""
 
     @property
     def path(self) -> str:
@@ -73,7 +73,7 @@ class FunctionSpec:
 
     @property
     def source(self) -> str:
-        """The whole file."""
+        """The content of the file."""
         head = "".join(f"{line}\n" for line in self.imports) + ("\n" if self.imports else "")
         body = "".join(f"    {line}\n" for line in self.lines)
         return f'{head}def {self.name}({", ".join(self.signature)}):\n    """{self.docstring}"""\n{body}'
@@ -98,7 +98,7 @@ def name_shape(
     rng: Random,
     imports: Sequence[FunctionSpec] = (),
 ) -> FunctionSpec:
-    """Gives a shape its name, its folder and its parameters' names. `imports` holds at most one helper."""
+    """Assigns a shape its name, folder and parameter names. `imports` has at most one helper."""
     renames = _draw_names(shape.parameters, rng)
     constants = {int(digit) for digit in _DIGIT.findall("\n".join(shape.lines))}
     for helper in imports:
@@ -141,7 +141,7 @@ def _draw_names(parameters: Iterable[str], rng: Random) -> dict[str, str]:
 
 
 def shape_hash(shape: Shape) -> str:
-    """The hash that a function of this shape has, whatever its names."""
+    """The hash of functions of this shape, which is independent of names."""
     return _source_hash(shape_source(shape))
 
 

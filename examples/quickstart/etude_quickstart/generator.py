@@ -27,8 +27,8 @@ from etude_quickstart.functions import (
 from etude_quickstart.mutations import BUG_KINDS, BugKind, Mutation, mutations
 
 Split = Literal["train", "validation", "heldout", "heldout_family"]
-"""`validation` chooses checkpoints, `heldout` judges; functions of one are never in another.
-`heldout_family` holds patterns of functions that no other split has."""
+"""`validation` is for choosing checkpoints, `heldout` for final evaluation; splits share no functions.
+`heldout_family` has function patterns that occur in no other split."""
 
 SPLITS: tuple[Split, ...] = get_args(Split)
 FunctionSplit = Literal["train", "validation", "heldout"]
@@ -58,7 +58,7 @@ def split_of_hash(function_hash: str) -> Split:
 
 @lru_cache(maxsize=1)
 def _families_by_bug() -> dict[tuple[bool, BugKind], tuple[Family, ...]]:
-    """(held out?, bug kind) -> the families whose functions can have that bug."""
+    """(whether held out, bug kind) -> the families whose functions can have that bug."""
     rng = Random(0)
     table: dict[tuple[bool, BugKind], list[Family]] = {}
     for held_out, families in ((False, FAMILIES), (True, HELD_OUT_FAMILIES)):
@@ -71,14 +71,14 @@ def _families_by_bug() -> dict[tuple[bool, BugKind], tuple[Family, ...]]:
 
 
 def bug_kinds_of(split: Split) -> tuple[BugKind, ...]:
-    """The bug kinds that tasks of the split have."""
+    """The bug kinds in tasks of the split."""
     held_out = split == "heldout_family"
     return tuple(kind for kind in BUG_KINDS if (held_out, kind) in _families_by_bug())
 
 
 @dataclass(frozen=True, slots=True)
 class BrokenFunction:
-    """A function, the bug in it and the cases that show the bug."""
+    """A function, its bug and the test cases that detect it."""
 
     spec: FunctionSpec
     bug: Mutation
@@ -117,7 +117,7 @@ class TaskGenerator:
         self._max_characters = max_characters
 
     def task(self, index: int) -> Task:
-        """The task with this index: always the same."""
+        """The task with this index; deterministic."""
         rng = Random(f"{self.seed}/{self.split}/{index}")
         level = rng.choices(LEVELS, self.level_weights)[0]
         kind = rng.choice(bug_kinds_of(self.split))
@@ -168,7 +168,7 @@ class TaskGenerator:
         return BrokenFunction(spec, bug, source, cases, caller, caller_cases) if caller_cases else None
 
     def caller(self, helper: FunctionSpec, name: str, rng: Random) -> FunctionSpec | None:
-        """A function of the split that calls `helper`; None where there seems to be none."""
+        """A function of the split that calls `helper`; None if none is found."""
         for _ in range(_CALLER_ATTEMPTS):
             shape = draw_caller(rng, helper.returns, canonical_parameters(helper))
             if self._belongs(shape_hash(shape)):
@@ -202,7 +202,7 @@ class TaskGenerator:
 
 
 def _min_results(spec: FunctionSpec) -> int:
-    """How many different results the function (or a caller of it) must show in its cases."""
+    """Least number of different results in the cases of the function (or of its caller)."""
     return 2 if spec.returns == "flag" else 4
 
 

@@ -1,4 +1,4 @@
-"""Inputs for generated functions, drawn where they matter: at bounds, at equal values, at the ends."""
+"""Random inputs for generated functions, concentrated on edge cases: bounds, equal values, ends."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _LETTERS = "abeouxz"
 
 
 def draw_arguments(rng: Random, kinds: Sequence[Kind], constants: Sequence[int]) -> tuple[Any, ...]:
-    """One argument for each kind. `constants` are the numbers of the code: values fall on and beside them."""
+    """One argument per kind. `constants`: numbers in the code; values are often equal or next to them."""
     values = [_draw(rng, kind, constants) for kind in kinds]
     _relate_numbers(rng, kinds, values)
     _relate_letters(rng, kinds, values)
@@ -57,7 +57,7 @@ def _text(rng: Random, length: int) -> str:
 
 
 def _relate_numbers(rng: Random, kinds: Sequence[Kind], values: list[Any]) -> None:
-    """Makes numbers equal to each other, and items of lists equal to numbers, now and then."""
+    """Sometimes makes numbers equal to each other, and list items equal to numbers."""
     numbers = [index for index, kind in enumerate(kinds) if kind == "number"]
     if len(numbers) > 1 and rng.random() < 0.25:
         first, second = rng.sample(numbers, 2)

@@ -1,4 +1,4 @@
-"""Calls as an agent that is still learning writes them: not quite."""
+"""Malformed tool calls, with mistakes typical of an untrained agent."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _WRONG_NAMES = {
     "finish": "done",
 }
 _OPTIONAL = {"end"}
-"""Arguments without which a call is still well-formed."""
+"""Optional arguments: a call without them is still well-formed."""
 
 
 def malform(call: ToolCall, rng: Random) -> str:

@@ -1,8 +1,8 @@
 """A backend without processes or isolation: the workspace is a dict, tests run in this process.
 
-For *trusted generated code only*: it makes training corpora at well under a millisecond an operation, and
-stands in for real sandboxes in tests. It runs tests with the very code that runs them inside a real
-sandbox, and runs no commands. Its snapshots live as long as the backend.
+For *trusted generated code only*: it generates training corpora at well under a millisecond per operation,
+and replaces real sandboxes in tests. It runs tests with the same code as a real sandbox, and does not run
+commands. Its snapshots live as long as the backend.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class MemorySandbox(Sandbox):
         return self._info
 
     async def set_timeout(self, timeout_s: float | None) -> None:
-        """See Sandbox.set_timeout. Raises ConfigError for a time that is over before it begins."""
+        """See Sandbox.set_timeout. Raises ConfigError for a timeout that is not positive."""
         check_life(timeout_s)
         if self._timer is not None:
             self._timer.cancel()
@@ -126,7 +126,7 @@ class MemorySandbox(Sandbox):
         return answer, json.dumps(run).encode()
 
     async def pause(self, mode: SnapshotKind = "full") -> None:
-        """See Sandbox.pause: files are all there is."""
+        """See Sandbox.pause: there is no state but files."""
         if mode != "filesystem":
             raise unsupported_copy(self._backend.capabilities(), "pause", mode)
         self._alive()
@@ -142,7 +142,7 @@ class MemorySandbox(Sandbox):
         if kind == "full":
             raise unsupported_copy(self._backend.capabilities(), "create_snapshot", kind)
         self._awake()
-        return self._backend.keep(self.template, dict(self.workspace.contents), self.id, name)
+        return self._backend.store_snapshot(self.template, dict(self.workspace.contents), self.id, name)
 
     async def fork(self, count: int = 1) -> list[Sandbox | SandboxError]:
         """See Sandbox.fork. Raises ConfigError for less than one copy."""
@@ -196,7 +196,7 @@ class MemorySandbox(Sandbox):
 
 
 @dataclass(frozen=True)
-class _Kept:
+class _StoredSnapshot:
     """A snapshot in memory."""
 
     info: SnapshotInfo
@@ -209,7 +209,7 @@ class MemoryBackend(SandboxBackend):
 
     def __init__(self) -> None:
         self.live: set[MemorySandbox] = set()
-        self._kept: dict[str, _Kept] = {}
+        self._snapshots: dict[str, _StoredSnapshot] = {}
 
     def capabilities(self) -> Capabilities:
         files: frozenset[SnapshotKind] = frozenset({"filesystem"})
@@ -226,7 +226,7 @@ class MemoryBackend(SandboxBackend):
         snapshot: str | None = None,
         metadata: Mapping[str, str] | None = None,
     ) -> MemorySandbox:
-        """See SandboxBackend.create. `resources` bound processes, of which there are none."""
+        """See SandboxBackend.create. `resources` have no effect, since there are no processes."""
         check_life(timeout_s)
         if network is not None and network.allow:
             raise unsupported_here("network")
@@ -252,11 +252,11 @@ class MemoryBackend(SandboxBackend):
         return sorted(infos, key=lambda info: info.created_s)
 
     async def list_snapshots(self) -> list[SnapshotInfo]:
-        return [kept.info for kept in self._kept.values()]
+        return [kept.info for kept in self._snapshots.values()]
 
     async def delete_snapshot(self, snapshot: str) -> None:
         self._get(snapshot)
-        del self._kept[snapshot]
+        del self._snapshots[snapshot]
 
     async def export_snapshot(self, snapshot: str, target: Path) -> None:
         kept = self._get(snapshot)
@@ -270,16 +270,16 @@ class MemoryBackend(SandboxBackend):
             template, files = unpack_templates(data, source.name, 2)
         except SnapshotError as error:
             raise SnapshotRefusedError(error.message, field="source", received=source.name) from error
-        return self.keep(template, dict(files.contents), "", None)
+        return self.store_snapshot(template, dict(files.contents), "", None)
 
-    def keep(
+    def store_snapshot(
         self, template: Template, contents: dict[str, bytes], sandbox: str, name: str | None
     ) -> SnapshotInfo:
-        """Keeps files as a snapshot."""
+        """Stores files as a snapshot."""
         snapshot = f"memory-snap-{next(_ids)}"
         size = sum(map(len, contents.values()))
         info = SnapshotInfo(snapshot, "filesystem", "memory", sandbox, template.name, time.time(), size, name)
-        self._kept[snapshot] = _Kept(info, template, contents)
+        self._snapshots[snapshot] = _StoredSnapshot(info, template, contents)
         return info
 
     async def close(self) -> None:
@@ -289,14 +289,14 @@ class MemoryBackend(SandboxBackend):
     def doctor(self) -> list[str]:
         return []
 
-    def _get(self, snapshot: str) -> _Kept:
-        if snapshot not in self._kept:
+    def _get(self, snapshot: str) -> _StoredSnapshot:
+        if snapshot not in self._snapshots:
             raise SnapshotMissingError("the snapshot does not exist", field="snapshot", received=snapshot)
-        return self._kept[snapshot]
+        return self._snapshots[snapshot]
 
 
 def unsupported_here(ability: str) -> Unsupported:
-    """The error for what there is none of in this process."""
+    """The error for an ability that this backend lacks."""
     return Unsupported(
         f"the in-memory backend has no {ability}",
         field="sandbox.backend",

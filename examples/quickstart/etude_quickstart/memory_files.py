@@ -1,4 +1,4 @@
-"""Files in a dict: the workspace of the in-memory backend, and its answers to calls."""
+"""Files in a dict: the workspace of the in-memory backend and its operations."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from etude.sandbox.inside.frames import Header
 
 
 class MemoryWorkspace:
-    """A dict of path -> content. As on a disk, a directory outlives its last file.
+    """A dict of path -> content. As on a disk, a directory remains after its last file is removed.
 
-    `operations` answer as the program inside does (`inside.server`), and raise Fault.
+    `operations` behave as in the program inside real sandboxes (`inside.server`), and raise Fault.
     """
 
     def __init__(self, contents: dict[str, bytes], template: Mapping[str, bytes]) -> None:
@@ -31,7 +31,7 @@ class MemoryWorkspace:
             "diff": self._diff,
         }
 
-    # For test runs, a `testrunner.Source`
+    # Methods of `testrunner.Source`, for test runs
 
     def read(self, path: str) -> str | None:
         """The text of a module."""
@@ -43,7 +43,7 @@ class MemoryWorkspace:
         return path == "." or path in self._folders
 
     def entries(self, path: str) -> list[str]:
-        """What a directory holds, by name."""
+        """Sorted names of a directory's entries."""
         prefix = path + "/" if path else ""
         names = {name[len(prefix) :].partition("/")[0] for name in self.contents if name.startswith(prefix)}
         return sorted(names)
@@ -51,7 +51,7 @@ class MemoryWorkspace:
     # Operations
 
     def _read(self, header: Header, payload: bytes) -> Answer:
-        """Of the first file alone, as the oldest programs inside do."""
+        """Reads the first file only, as the oldest programs inside do."""
         start = header.get("offset", 0)
         return {}, self._content(header["path"])[start : start + max(0, header["limit_bytes"])]
 

@@ -1,4 +1,4 @@
-"""Tests that run in this very process, with a timeout and without a word."""
+"""Runs tests in this process, with a timeout and without output."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _SCHEDULED = Path("/proc/thread-self/schedstat")
 
 
 def run_here(runner: Callable[[], Run], timeout_s: float) -> tuple[Run | None, float]:
-    """The runner's result, or None at the timeout; and the seconds taken.
+    """(the runner's result, or None after a timeout; seconds).
 
-    The timeout needs the main thread (it is an interval timer); elsewhere nothing interrupts a run.
+    The timeout is an interval timer, which needs the main thread; in other threads nothing interrupts a run.
     """
     start_s = time.perf_counter()
     modules, finders = dict(sys.modules), list(sys.meta_path)
@@ -39,7 +39,7 @@ def run_here(runner: Callable[[], Run], timeout_s: float) -> tuple[Run | None, f
 
 
 def _put_back(modules: dict[str, ModuleType], finders: list[Any]) -> None:
-    """Undoes what a run did to imports: the alarm may ring while the runner itself tidies up."""
+    """Reverts a run's changes to imports: the alarm may interrupt the runner's own cleanup."""
     sys.meta_path[:] = finders
     for name in sys.modules.keys() - modules.keys():
         if name.partition(".")[0] not in sys.stdlib_module_names:
@@ -49,9 +49,9 @@ def _put_back(modules: dict[str, ModuleType], finders: list[Any]) -> None:
 
 @contextmanager
 def _alarm(timeout_s: float) -> Iterator[None]:
-    """Raises `testrunner.TimeUp` in the block after `timeout_s`, where signals can reach it.
+    """Raises `testrunner.TimeUp` in the block after `timeout_s`, if in the main thread.
 
-    As in other sandboxes, time for which the block waits for a processor does not count, up to a minute.
+    As in other sandboxes, up to a minute of waiting for a processor does not count.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -76,7 +76,7 @@ def _alarm(timeout_s: float) -> Iterator[None]:
 
 
 def _waited_s() -> float:
-    """For how long this thread has waited for a processor; 0 where the system does not tell."""
+    """Seconds for which this thread has waited for a processor; 0 if the system does not report it."""
     try:
         return int(_SCHEDULED.read_text().split()[1]) / 1e9
     except (OSError, ValueError, IndexError):
@@ -85,7 +85,7 @@ def _waited_s() -> float:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """What tests print goes nowhere, and bytecode is never written."""
+    """Discards the output of tests and disables writing bytecode."""
     before = sys.dont_write_bytecode
     sys.dont_write_bytecode = True
     try:

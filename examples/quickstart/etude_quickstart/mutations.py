@@ -1,4 +1,4 @@
-"""Bugs: changes of one node of the syntax tree, written into one line of the text.
+"""Bugs: changes of one node of the syntax tree, applied to one line of the source text.
 
 The source is never printed back from its tree: a mutation replaces some columns of one line, so all
 other bytes of the file stay as they are.
@@ -27,9 +27,9 @@ BugKind = Literal[
     "builtin",
     "swapped",
 ]
-"""What a mutation changes: an arithmetic operator, an augmented assignment, a comparison, `and` or `or`,
-a number by one, True or False, which variable is read, a `not`, the end of a range, a `return` that is
-left out, a builtin for its opposite, two operands or arguments that change places."""
+"""The node that a mutation changes: an arithmetic operator, an augmented assignment, a comparison, `and` or
+`or`, a number (by one), True or False, the variable read, a `not`, the end of a range, an omitted `return`, a
+builtin (for its opposite), two operands or arguments (swapped)."""
 
 BUG_KINDS: tuple[BugKind, ...] = get_args(BugKind)
 
@@ -67,7 +67,7 @@ _VARIABLES: tuple[frozenset[str], ...] = (
     frozenset(("s", "t", "ch", "w")),
     frozenset(("low", "high")),
 )
-"""Names that can stand for each other: of one type."""
+"""Groups of interchangeable names, of one type each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ def mutations(source: str) -> list[Mutation]:
 
 
 class _Context:
-    """The lines of the file and what each name means in it."""
+    """The lines of the file, and where each of its names is defined."""
 
     def __init__(self, lines: list[str], function: ast.FunctionDef) -> None:
         self.lines = lines
@@ -119,7 +119,7 @@ class _Context:
         self.called = {id(node.func) for node in ast.walk(function) if isinstance(node, ast.Call)}
 
     def _find_spans(self, node: ast.AST, end: int) -> None:
-        """Notes the lines on which a local surely has a value: to the end of the loop that sets it."""
+        """Records the lines on which a local certainly has a value: to the end of the loop that sets it."""
         if isinstance(node, ast.For):
             end = node.end_lineno or end
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -142,7 +142,7 @@ class _Context:
         return Mutation(kind, node.lineno, node.col_offset, node.end_col_offset, text)
 
     def between(self, kind: BugKind, left: ast.expr, right: ast.expr, old: str, new: str) -> Mutation:
-        """Replaces `old` where it stands between two nodes."""
+        """Replaces `old` between two nodes."""
         assert left.end_col_offset is not None
         start = self.lines[left.lineno - 1].index(old, left.end_col_offset, right.col_offset)
         return Mutation(kind, left.lineno, start, start + len(old), new)

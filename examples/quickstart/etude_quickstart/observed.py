@@ -1,9 +1,9 @@
-"""Observed: tasks whose rule nothing but a test run tells.
+"""Observed: tasks whose right fix only a test run reveals.
 
-The first line of a function is wrong. What is right is one of eight rules of its kind: a constant, a
-comparison or an operator. The docstring says nothing of it, and the visible test knows it only as a SHA-256
+The first line of a function is wrong. The right one is one of eight rules of its kind: a constant, a
+comparison or an operator. The docstring does not mention it, and the visible test has it only as a SHA-256
 digest, so that all eight are equally likely given the instruction and every file. The test runner prints the
-value that the test expected, one digit, and each rule of a kind has a digit of its own:
+value that the test expected, one digit, which is different for each rule of a kind:
 
     FAIL test_tally: 2 != 5        constant: 5 is the constant; comparison and operator: one look-up
 
@@ -38,24 +38,24 @@ OBSERVED_KINDS: tuple[ObservedKind, ...] = get_args(ObservedKind)
 
 NUM_RULES = 8
 CEILING = 1 / NUM_RULES
-"""The largest share of right first edits without a test run."""
+"""Upper bound of the share of right first edits without a test run."""
 _NUM_HIDDEN = 16
 _MOST_ATTEMPTS = 1000
 _SPLIT_OF_DIGIT: dict[int, FunctionSplit] = {4: "validation", 6: "heldout", 9: "heldout"}
-"""Functions with these constants are of no other split, whatever their rule."""
+"""Constant -> the only split of functions with it, whatever their rule."""
 RULE_LINE = 3
-"""Where the rule stands in its file."""
+"""Line number of the rule in its file."""
 _MASK = ("    assert ", " == ", "    assert (", ") is True\n")
 
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """Eight lines, a ninth that stands in the broken file, and the call that tells them apart."""
+    """Eight lines, a ninth for the broken file, and the call that distinguishes them."""
 
     broken: str
     rules: tuple[str, ...]
     arguments: dict[str, Any]
-    """What the visible test passes, but for the last parameter `c`, which is 0."""
+    """Arguments in the visible test, except the last parameter `c`, which is 0."""
 
 
 _KINDS: dict[ObservedKind, _Kind] = {
@@ -78,7 +78,7 @@ _KINDS: dict[ObservedKind, _Kind] = {
 
 
 def _frames() -> tuple[tuple[str, tuple[str, ...], FunctionSplit], ...]:
-    """(words, lines, split) after the line with the rule; all return k where c is 0."""
+    """(docstring words, lines, split) of the code after the rule; all return k if c is 0."""
     found: list[tuple[str, tuple[str, ...], FunctionSplit]] = []
     for digit in range(2, 10):
         split = _SPLIT_OF_DIGIT.get(digit, "train")
@@ -100,7 +100,7 @@ _FRAMES = _frames()
 def observed_function(
     kind: ObservedKind, frame: int, rule: int | None, name: str, directory: str
 ) -> FunctionSpec:
-    """The function with this rule, or as it is broken (None). The rule is the first line of the body."""
+    """The function with this rule; None: the broken one. The rule is the first line of the body."""
     words, lines, _ = _FRAMES[frame]
     first = _KINDS[kind].broken if rule is None else _KINDS[kind].rules[rule]
     signature = (*_KINDS[kind].arguments, "c")
@@ -119,7 +119,7 @@ def observed_function(
 
 
 def frames_of(split: FunctionSplit) -> list[int]:
-    """What may follow the line with the rule in functions of the split."""
+    """Indices of the frames (code after the rule) in functions of the split."""
     return [number for number, (_, _, of) in enumerate(_FRAMES) if of == split]
 
 
@@ -139,7 +139,7 @@ class ObservedGenerator:
         self._frames = frames_of(split)
 
     def task(self, index: int) -> Task:
-        """The task with this index: always the same."""
+        """The task with this index; deterministic."""
         rng = Random(f"observed/{self.seed}/{self.split}/{index}")
         kind, rule = rng.choice(OBSERVED_KINDS), rng.randrange(NUM_RULES)
         return self.build(f"observed-{self.split}-{self.seed}-{index}", kind, rule, rng)
@@ -152,7 +152,7 @@ class ObservedGenerator:
         spec, broken = (observed_function(*drawn, which, name, directory) for which in (rule, None))
         other, other_cases = self._others.whole(other_name, rng)
         instruction = rng.choice(INSTRUCTIONS).format(name=name)
-        # What follows depends on the rule, and nothing that an agent sees depends on it but the salt.
+        # From here on draws depend on the rule; of what an agent sees, only the salt does.
         visible = test_file([(other, other_cases.visible)]) + _hiding_test(spec, kind, rule, rng)
         hidden = _hidden_cases(spec, *drawn, rng)
         return Task(
@@ -181,8 +181,8 @@ class ObservedGenerator:
 
 
 def mask_output(task: Task) -> Task:
-    """The same task, whose failing test tells nothing but that it fails: the output of a test run before the
-    first edit is the same for every rule. For the ablation."""
+    """The task with a test that reveals nothing but its failure: the output of a test run before the first
+    edit is the same for every rule. For the ablation."""
     before, middle, opened, closed = _MASK
     lines = task.files[VISIBLE_TESTS].splitlines(keepends=True)
     head, assertion = lines[:-1], lines[-1]
@@ -193,12 +193,12 @@ def mask_output(task: Task) -> Task:
 
 
 def expected_digits(kind: ObservedKind) -> tuple[int, ...]:
-    """What the visible test expects under each rule: eight different digits."""
+    """Value expected by the visible test under each rule: eight different digits."""
     return tuple(_value(kind, rule) for rule in _KINDS[kind].rules)
 
 
 def broken_digit(kind: ObservedKind) -> int:
-    """What the broken function returns in the visible test."""
+    """Value returned by the broken function in the visible test."""
     return _value(kind, _KINDS[kind].broken)
 
 
@@ -207,7 +207,7 @@ def _value(kind: ObservedKind, line: str) -> int:
 
 
 def _hiding_test(spec: FunctionSpec, kind: ObservedKind, rule: int, rng: Random) -> str:
-    """The visible test: the digit that it expects is chosen by a digest, which says nothing to a reader."""
+    """The visible test: its expected digit is selected by a digest, which reveals nothing to a reader."""
     salts = iter(lambda: f"{rng.getrandbits(32):08x}", None)
     salt = next(salt for salt in salts if sha256(salt.encode()).digest()[0] % NUM_RULES == rule)
     call = f"{spec.name}({', '.join(map(repr, (*_KINDS[kind].arguments.values(), 0)))})"

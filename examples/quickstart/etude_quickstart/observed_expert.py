@@ -1,7 +1,7 @@
-"""The scripted expert of observed tasks: it can read a test run, and seldom runs the tests in time.
+"""The scripted expert of observed tasks: it understands test output, but rarely runs the tests first.
 
-Without a test run it changes something at random. With one it reads the expected value and mostly writes the
-right rule. To make the second the habit is left to reinforcement learning.
+Without a test run it makes a random change. With one it reads the expected value and mostly writes the right
+rule. Reinforcement learning has to make the second its habit.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ class ObservedExpert(Expert):
 
 
 def observed_fix_documents(seed: int, count: int) -> Iterator[str]:
-    """A broken file, numbered, what the test run says of it, then the line with the rule. They teach what a
-    digit stands for without any tool call."""
+    """Documents of a broken file, numbered, its test output, then the line with the rule. They teach the
+    meaning of digits without tool calls."""
     rng = Random(f"observed-fix/{seed}")
     for _ in range(count):
         kind, rule, frame = (

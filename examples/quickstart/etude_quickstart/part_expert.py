@@ -1,11 +1,10 @@
-"""The scripted expert of parts: one bug, in the file of whichever test fails.
+"""The scripted expert of parts: one bug, in the file of the failing test.
 
     run the tests -> read the file of the test that fails -> edit it -> run the tests again
          ^
          +-- or first: list the files, read the last one, edit it
 
-Sessions that begin with a file for no reason teach that what a test run says counts, and not which file was
-read last.
+Sessions that start with an arbitrary file teach to follow the test output rather than the file read last.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from etude_quickstart.expert import Expert
 from etude_quickstart.skill import ExpertSkill
 
 DETOUR = 0.6
-"""Share of sessions that begin with the last file, where that is not the broken one."""
+"""Share of sessions that start with the last file, if that is not the broken one."""
 PART_SKILL = ExpertSkill(right_edit=0.7, right_retry=0.8, retry=0.85, reread=1.0, rewrite=0.4, parallel=0.6)
 _FAILURE = re.compile(r"^FAIL test_\w+: ", re.MULTILINE)
 
@@ -37,7 +36,7 @@ class PartExpert(Expert):
         self._detour = last if last != self._fix.path and rng.random() < detour else None
 
     def _tested_function(self, task: Task) -> str:
-        return ""  # a test run says which one
+        return ""  # a test run shows which one
 
     def _observe(self, call: ToolCall, result: ToolResult) -> None:
         super()._observe(call, result)
@@ -56,7 +55,7 @@ class PartExpert(Expert):
         return None if "read_file" in asked else ToolCall("read_file", {"path": path})
 
     def _edit_detour(self, path: str) -> ToolCall:
-        """Writes the body of a file that was right as it stands; then the tests are run."""
+        """Rewrites the body of a correct file unchanged; the tests are run next."""
         self._detour = None
         text = self._texts[path]
         first = body_start(text)

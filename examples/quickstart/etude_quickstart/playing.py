@@ -1,4 +1,4 @@
-"""Scripted authors in place of a sampler: their sessions are what a rollout's would be, token for token."""
+"""Plays sessions of scripted authors in place of a sampler, token for token as in a rollout."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from etude.tokens.renderer import Renderer
 from etude_quickstart.memory_backend import MemoryBackend
 
 Parts = tuple[ToolCall | str, ...]
-"""One message: calls, and raw text for whatever is none."""
+"""One message: calls and raw text."""
 
 Chunk = TypeVar("Chunk")
 Played = TypeVar("Played")
@@ -37,19 +37,19 @@ _PR_SET_PDEATHSIG = 1
 
 
 class Author(Protocol):
-    """Writes the messages of one session."""
+    """A scripted author: writes the messages of one session."""
 
     def message(self, results: Sequence[ToolResult] | None) -> Sequence[ToolCall | str]:
-        """The next message, given the results of the last one's calls; None where they were given already."""
+        """The next message, given the results of the last one's calls; None if they were passed before."""
         ...
 
 
 @runtime_checkable
 class SummaryAuthor(Author, Protocol):
-    """Writes summaries as well."""
+    """An author that also writes context summaries."""
 
     def summary(self, results: Sequence[ToolResult] | None) -> str:
-        """The summary of a full context, given likewise."""
+        """The summary of a full context. `results`: as for `message`."""
         ...
 
 
@@ -63,8 +63,8 @@ async def play(
     agent: AgentConfig | None = None,
     indexes: TemplateIndexes | None = None,
 ) -> tuple[AgentSession, list[Parts]]:
-    """One session of the author's on a sandbox in memory, with the tools of `agent` (by default the core
-    ones) and an index, where there is one; and its messages, summaries left out."""
+    """Plays one session of the author on an in-memory sandbox, with the tools of `agent` (by default the core
+    ones) and the index, if given: (session, its messages without summaries)."""
     template = Template(task.files, task.id)
     sandbox = await MemoryBackend().create(template)
     search = None if indexes is None else indexes.search(template, sandbox)
@@ -100,8 +100,8 @@ async def play(
 def play_in_processes(
     play_chunk: Callable[[Chunk], Played], chunks: Iterable[Chunk], num_processes: int
 ) -> list[Played]:
-    """What `play_chunk` makes of each chunk, in order. Only this process hears signals that stop a run; when
-    it gives up, the chunks under way are the last."""
+    """Maps `play_chunk` over the chunks in worker processes, in order. Only this process reacts to signals
+    that stop a run; pending chunks are then cancelled."""
     with ProcessPoolExecutor(num_processes, initializer=_ignore_stopping) as pool:
         try:
             return list(pool.map(play_chunk, chunks))
@@ -111,7 +111,7 @@ def play_in_processes(
 
 
 def _ignore_stopping() -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # it ends with its parent all the same
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # it still ends with its parent
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
 

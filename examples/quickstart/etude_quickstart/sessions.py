@@ -1,7 +1,7 @@
-"""Sessions of the scripted expert, played through the real harness, as text for mid-training.
+"""Sessions of scripted authors, played through the real harness, as text for mid-training.
 
-The corpus is kept as what was said (calls, outputs), not as tokens: whatever tokenizer a model has, the one
-renderer turns it into the very tokens that a session would hold.
+The corpus is stored as messages (calls, outputs), not as tokens: with any tokenizer the renderer turns it
+into exactly the tokens of a real session.
 """
 
 from __future__ import annotations
@@ -37,28 +37,28 @@ from etude_quickstart.part_expert import PartExpert
 from etude_quickstart.playing import Author, play, play_in_processes
 
 _CHUNK = 250
-"""Sessions that one worker makes at a time."""
+"""Sessions per work item of a worker process."""
 _UNBOUNDED = 1 << 20
 
 
 Script = Callable[[int, int], tuple[Task, Author]]
-"""(seed, number) -> a task of the training split and who plays it. A module's function: workers import it."""
+"""(seed, number) -> a task of the training split and its author. A module-level function, to be picklable."""
 
 
 def script_bug_fix(seed: int, number: int) -> tuple[Task, Author]:
-    """A task with one bug."""
+    """A bug-fixing task with its expert."""
     task = TaskGenerator(seed, "train").task(number)
     return task, Expert(task, Random(f"{seed}/{number}"))
 
 
 def script_part(seed: int, number: int) -> tuple[Task, Author]:
-    """A part of a composed task: one bug."""
+    """A part of a composed task, with one bug, and its expert."""
     task = ComposedGenerator(seed, "train").part(number)
     return task, PartExpert(task, Random(f"part/{seed}/{number}"))
 
 
 def script_observed(seed: int, number: int) -> tuple[Task, Author]:
-    """An observed task."""
+    """An observed task with its expert."""
     task = ObservedGenerator(seed, "train").task(number)
     return task, ObservedExpert(task, Random(f"observed/{seed}/{number}"))
 
@@ -68,7 +68,7 @@ def generate_corpus(
 ) -> list[ScriptedSession]:
     """Sessions `first` .. `first + num_sessions - 1` of the training split's tasks.
 
-    A function of (seed, number) alone: the number of workers changes nothing.
+    A function of (seed, number) alone, independent of the number of workers.
     """
     numbers = range(first, first + num_sessions)
     chunks = [numbers[start : start + _CHUNK] for start in range(0, num_sessions, _CHUNK)]
@@ -141,8 +141,8 @@ async def play_script(
     agent: AgentConfig | None = None,
     indexes: TemplateIndexes | None = None,
 ) -> ScriptedSession:
-    """One session: a scripted author in place of a sampler, the rest as in a rollout. `agent`, `indexes`: as
-    `play`."""
+    """Plays one session: a scripted author in place of a sampler, the rest as in a rollout. `agent`,
+    `indexes`: see `play`."""
     limits = SessionLimits(max_tokens=_UNBOUNDED, max_message_tokens=_UNBOUNDED)
     session, messages = await play(task, author, renderer, limits, agent=agent, indexes=indexes)
     turns = [
@@ -154,8 +154,8 @@ async def play_script(
 
 
 def played_messages(task: Task, author: Author, renderer: Renderer, config: RunConfig) -> Messages:
-    """What the author writes in one session on a sandbox in memory, summaries included; tokens of each
-    message."""
+    """Tokens of each message that the author writes in one session on an in-memory sandbox, summaries
+    included."""
     limits = EpisodeLimits.from_config(config)
     session, _ = asyncio.run(play(task, author, renderer, limits.session, limits.summary))
     messages: Messages = []

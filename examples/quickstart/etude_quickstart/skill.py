@@ -1,4 +1,4 @@
-"""How well the scripted expert plays: the odds of its habits and of its mistakes."""
+"""The skill of the scripted expert: probabilities of its habits and mistakes."""
 
 from __future__ import annotations
 
@@ -9,46 +9,46 @@ from etude.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class ExpertSkill:
-    """Probabilities, each tossed anew whenever it matters. Raises ConfigError for one outside [0, 1].
+    """Probabilities of independent draws. Raises ConfigError for one outside [0, 1].
 
-    The defaults err so often that what learns from them has something to better: about half of the
-    first edits are right, and a failed test run is often the end.
+    The defaults leave room for improvement by learning: about half of the first edits are right, and a
+    failed test run often ends the session.
     """
 
     right_edit: float = 0.48
-    """An edit corrects what is wrong; otherwise it changes another line, or the right line wrongly."""
+    """An edit corrects the bug; otherwise it changes another line, or the right line wrongly."""
     other_line: float = 0.45
     """A wrong edit changes a line that was right."""
     misplaced: float = 0.1
     """A wrong edit puts the right text into another line."""
     idle: float = 0.25
-    """A wrong edit writes what stands there already."""
+    """A wrong edit rewrites a line unchanged."""
     retry: float = 0.45
     """Failing tests after an edit lead to another edit; otherwise the expert gives up."""
     right_retry: float = 0.75
-    """An edit after one that did not help corrects what is wrong."""
+    """An edit after a failed one corrects the bug."""
     reread: float = 0.3
     """Before another edit the file is read again."""
     rewrite: float = 0.15
     """An edit writes the function's whole body."""
     blind_edit: float = 0.03
-    """A file is edited that was not read."""
+    """A file is edited without having been read."""
     parallel: float = 0.4
-    """One more step goes into the same message, where it needs no result of it."""
+    """A further step goes into the same message, if it needs none of its results."""
     read_ahead: float = 0.15
     """A further file is read in the same message."""
     list_files: float = 0.35
     """The first look lists files; otherwise it greps for the function."""
     test_first: float = 0.08
-    """The tests are run before anything is known."""
+    """The tests are run first of all."""
     untested_finish: float = 0.06
     """The session ends after an edit without a test run."""
     search_replace: float = 0.12
     """An edit names the old text instead of the line."""
     pointless_look: float = 0.03
-    """A call looks at something of no use."""
+    """A useless look is inserted."""
     malformed: float = 0.04
-    """A call does not parse or makes no sense."""
+    """A call is malformed."""
 
     def __post_init__(self) -> None:
         for entry in fields(self):
@@ -75,4 +75,4 @@ PERFECT_SKILL = ExpertSkill(
     pointless_look=0.0,
     malformed=0.0,
 )
-"""Makes no mistake."""
+"""The skill without mistakes."""

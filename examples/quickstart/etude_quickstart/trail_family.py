@@ -1,4 +1,4 @@
-"""The family `trails`: chains of files, longer than a context, and what a model reads beforehand."""
+"""The family `trails`: chains of files, longer than a context, and the mid-training data for them."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class Trails:
         return task, played_messages(task, author, renderer, self.config)
 
     def sessions(self, count: int, observer: Observer) -> list[ScriptedSession]:
-        """Raises ConfigError: a trail has several contexts, and is no chat."""
+        """Raises ConfigError: a trail's session has several contexts, which a chat cannot represent."""
         raise ConfigError(
             "sessions of trails are longer than a context, and cannot be written as chats",
             field="tasks.family",
@@ -93,7 +93,7 @@ class Trails:
         )
 
 
-_: Callable[[RunConfig], TaskFamily] = Trails  # the type checker finds what is missing
+_: Callable[[RunConfig], TaskFamily] = Trails  # the type checker reports missing members
 
 
 def train_trail_tokenizer(config: RunConfig) -> Tokenizer:

@@ -96,12 +96,12 @@ def make_trail(task_id: str, length: int, split: str, rng: Random) -> Task:
 
 
 class TrailAuthor:
-    """Plays a trail, and mostly is a poor author of summaries: it only notes where it goes on.
+    """Plays a trail, mostly with poor summaries that contain only the next file.
 
-    It works from what it was shown since its context began, as a model must: a key that it left out of a
-    summary is gone, and it writes 00. In other sessions it notes the key as well. Which kind succeeds is left
-    for reinforcement learning to find out. It says the key aloud where it finds it. Now and then it names a
-    file that is not there, reads so, and looks again where it was to go: a slip need not be the end.
+    It uses only what it was shown since its context began, as a model must: if the key is not in the summary,
+    it writes 00. In other sessions the summary has the key as well; reinforcement learning has to find out
+    which kind succeeds. It repeats the key in a message when it finds it. Sometimes it names a missing file,
+    reads the error, and looks up the name again: sessions can recover from a slip.
     """
 
     def __init__(self, task: Task, rng: Random, note_key: float, slip: float = _SLIP) -> None:
@@ -126,7 +126,7 @@ class TrailAuthor:
         return [*words, ToolCall("read_file", {"path": path})]
 
     def summary(self, results: Sequence[ToolResult] | None) -> str:
-        """What the author carries over; what it leaves out it forgets."""
+        """The summary, which is all that the author remembers afterwards."""
         self._look_at(results)
         if not self._notes_key:
             self._key = ""
@@ -134,7 +134,7 @@ class TrailAuthor:
         return f"{place} key {self._key}" if self._key else place
 
     def _slipped(self) -> str:
-        """A name that is not there, and differs from the right one in one digit."""
+        """The name of a missing file that differs from the right one in one digit."""
         while True:
             place = self._rng.randrange(len("d/"), len(self._next))
             path = f"{self._next[:place]}{self._rng.randrange(10)}{self._next[place + 1 :]}"
@@ -142,7 +142,7 @@ class TrailAuthor:
                 return path
 
     def _look_at(self, results: Sequence[ToolResult] | None) -> list[str]:
-        """Takes in what was shown; the key if it was among it."""
+        """Reads the results; returns the key if they contain it."""
         found: list[str] = []
         if any(result.error for result in results or ()):
             self._written = False

@@ -16,7 +16,7 @@ FAMILIES: tuple[Family, ...] = (
 """Families of the splits train, validation and heldout."""
 
 HELD_OUT_FAMILIES: tuple[Family, ...] = (*aggregates.HELD_OUT, *searches.HELD_OUT)
-"""Families of the split heldout_family, made of constructs that the others have too."""
+"""Families of the split heldout_family, built from constructs that also occur in the others."""
 
 __all__ = [
     "FAMILIES",

@@ -22,7 +22,7 @@ from etude_quickstart.families.lists import slice_of
 from etude_quickstart.families.shape import PARAMETERS, Result, Shape, compose
 
 HELPER = "helper"
-"""Stands for the helper's name until names are given."""
+"""Placeholder for the helper's name until names are assigned."""
 
 
 def draw_caller(rng: Random, helper_returns: Result, parameters: Sequence[str]) -> Shape:

@@ -57,7 +57,7 @@ def constant(rng: Random, low: int = 1, high: int = 9) -> Phrase:
 
 
 def start(rng: Random) -> Phrase:
-    """`total = 0`, and now and then another first value."""
+    """`total = 0`, or sometimes another initial value."""
     digit = "0" if rng.random() < 0.6 else str(rng.randint(1, 9))
     return Phrase(f"total = {digit}", f"start at {digit}")
 
@@ -102,7 +102,7 @@ def joined(rng: Random, left: Phrase, right: Phrase) -> Phrase:
 
 
 def when(rng: Random, test: Phrase) -> Phrase:
-    """`if test:`, and now and then `if not test:`, which reads "unless"."""
+    """`if test:`, or sometimes `if not test:`, which reads "unless"."""
     if rng.random() < 0.15:
         return Phrase(f"if not {test.code}:", f"unless {test.words}")
     return Phrase(f"if {test.code}:", f"if {test.words}")
@@ -120,12 +120,12 @@ def give(value: Phrase) -> Phrase:
 
 
 def otherwise(value: Phrase) -> Phrase:
-    """The `return` that is reached when nothing before it returned."""
+    """The `return` that is reached if no earlier one was."""
     return Phrase(f"return {value.code}", f"else return {value.words}")
 
 
 def total_result(rng: Random, others: Sequence[str] = ()) -> Phrase:
-    """`return total`, which goes without saying, or a combination of it, which is said."""
+    """`return total`, which the docstring does not mention, or an expression of it, which it does."""
     if rng.random() < 0.7:
         return Phrase("return total", "")
     return give(binary(rng, "total", others))

@@ -1,4 +1,4 @@
-"""What a family draws: a function before it is given its final names."""
+"""The shapes that families draw: functions before names are assigned."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Literal
 from etude_quickstart.families.language import Phrase
 
 Result = Literal["number", "numbers", "flag", "text", "words", "table"]
-"""What a function returns: int, list of int, bool, str, list of str, dict with int values."""
+"""Result type of a function: int, list of int, bool, str, list of str, dict with int values."""
 
 Kind = Literal[
     "number", "count", "numbers", "any_numbers", "rows", "text", "letter", "words", "table", "flag"
 ]
-"""What a parameter takes. `any_numbers` is often empty, `count` is small."""
+"""Type of a parameter. `any_numbers` is often empty, `count` is small."""
 
 PARAMETERS: dict[str, Kind] = {
     "xs": "numbers",
@@ -33,14 +33,14 @@ PARAMETERS: dict[str, Kind] = {
     "c": "number",
     "flag": "flag",
 }
-"""Every parameter name that a family may use, in the order of signatures, with what it takes."""
+"""Every parameter name that a family may use, in the order of signatures -> its type."""
 
 _WORD = re.compile(r"[A-Za-z_]\w*")
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A function with canonical parameter names and without a name of its own.
+    """A function without a name, with canonical parameter names.
 
     `signature` holds the parameters as written between the parentheses (defaults included),
     `lines` the body without the outer indentation.
@@ -65,11 +65,11 @@ class Family:
 
 
 Step = tuple[str, Phrase | str]
-"""Indentation (as spaces) and a phrase, or a line that goes without saying."""
+"""Indentation (as spaces) and a phrase, or a line that the docstring does not mention."""
 
 
 def compose(returns: Result, *steps: Phrase | Step, defaults: Sequence[tuple[str, str]] = ()) -> Shape:
-    """Puts statements together: the docstring reads them in order, the signature takes what they use.
+    """Builds a function from statements: its docstring reads them in order, its signature has what they use.
 
     A step is a phrase at the outer indentation, or (indentation, phrase or silent line). `defaults`
     are (parameter, constant) pairs, said first.
