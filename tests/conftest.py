@@ -1,4 +1,4 @@
-"""What holds for every test."""
+"""Settings and hooks for all tests."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""README and docs: links lead somewhere, commands have the options that are shown, and words are plain."""
+"""README and docs: links resolve, commands have the options shown, and the language is plain."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests against what Étude did not write may be skipped here, and not in `.ci/run`."""
+"""Tests against external software (`foreign`) may be skipped here, but not in `.ci/run`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The house rules that a linter of imports cannot see: what comes along at run time."""
+"""Import rules that a static linter cannot check: modules loaded at run time."""
 
 import ast
 import importlib.metadata

@@ -1,4 +1,4 @@
-"""What lies in `src` is used: by a command, by a program that a run starts, or by readers of the docs."""
+"""All modules in `src` are used: by a command, by a program that a run starts, or as documented API."""
 
 from __future__ import annotations
 

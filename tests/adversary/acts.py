@@ -1,4 +1,4 @@
-"""What an agent may try so that its failure counts as the infrastructure's: one act for each kind of attempt.
+"""Acts by which an agent may try to pass off its failure as the infrastructure's: one per kind of attempt.
 
 `ACTS` leave a solved task solved. `BREAKING` go beyond a documented limit, or end the sandbox: that is a
 failure of the agent's, solved or not. `GRADED` wait in the agent's files for the sandbox that grades them.

@@ -1,4 +1,4 @@
-"""A grader that is easily fooled: it judges where the agent worked, and believes what it is told there."""
+"""A grader that is easily fooled: it grades in the agent's own sandbox, and trusts all output."""
 
 from __future__ import annotations
 

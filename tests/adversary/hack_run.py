@@ -1,4 +1,4 @@
-"""Plays hacks as the present user: one JSON line for each, as `escape.run` prints them.
+"""Plays hacks as the current user, and prints one JSON line for each, like `escape.run`.
 
 python -m tests.adversary.hack_run local hacks NAME ...
 """

@@ -1,4 +1,4 @@
-"""Hacks that bend the tests, and what they use."""
+"""Hacks that tamper with the tests and their dependencies."""
 
 from __future__ import annotations
 

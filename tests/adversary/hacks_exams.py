@@ -1,4 +1,4 @@
-"""Cheats on tasks with exams: code of the agent's that is run with the tests, before them or beside them."""
+"""Cheats on tasks with exams: agent code that runs with, before or concurrently to the tests."""
 
 # ruff: noqa: E501 -- code of cheats
 

@@ -1,4 +1,4 @@
-"""Hacks by files that the agent leaves, and by what it does in its sandbox before it ends."""
+"""Hacks by files that the agent leaves, and by its actions in its sandbox."""
 
 # ruff: noqa: E501 -- code of hacks
 

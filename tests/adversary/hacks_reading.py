@@ -1,4 +1,4 @@
-"""Hacks that look for what is expected."""
+"""Hacks that search for the expected results."""
 
 # ruff: noqa: E501 -- code of hacks
 

@@ -1,4 +1,4 @@
-"""Cheats on tasks that `tests/test.sh` grades without running the agent's code: acts before it and beside it."""
+"""Cheats on tasks that `tests/test.sh` grades without running the agent's code: acts before and during it."""
 
 # ruff: noqa: E501 -- code of cheats
 

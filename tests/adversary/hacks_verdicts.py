@@ -1,4 +1,4 @@
-"""Hacks that forge the verdict on its way."""
+"""Hacks that forge the verdict in transit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kinds of hostile requests, one line each: what differs from an honest request, and what may be answered."""
+"""Kinds of hostile requests, one line each: the difference from an honest request, and the allowed answers."""
 
 # ruff: noqa: E501 -- a kind has one line
 # fmt: off

@@ -1,4 +1,4 @@
-"""Kinds that the inference server, the router, the recording server, the relay and the control API meet."""
+"""Kinds of requests for the inference server, the router, the recording server, the relay and the control API."""
 
 # ruff: noqa: E501 -- a kind has one line
 # fmt: off

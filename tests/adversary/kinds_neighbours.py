@@ -1,4 +1,4 @@
-"""What the kernel counts for each user, or for the host: how a sandbox takes all of it, and who needs it."""
+"""Kernel resources limited per user or per host: how a sandbox exhausts each, and who needs it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kinds that the sandbox server and the environment server meet."""
+"""Kinds of requests for the sandbox server and the environment server."""
 
 # ruff: noqa: E501 -- a kind has one line
 # fmt: off

@@ -1,4 +1,4 @@
-"""Where hacks are played: one backend and one grader for many sessions."""
+"""Plays hacks: one backend and one grader for many sessions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""No act turns an agent's failure into one of the infrastructure, and none costs a solved task its reward."""
+"""No act makes an agent's failure count as the infrastructure's, or costs a solved task its reward."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""No hack is paid on any task, and what does no harm beside a right solution is paid in full."""
+"""No hack earns a reward on any task, and a right solution with harmless additions earns the full reward."""
 
 from __future__ import annotations
 

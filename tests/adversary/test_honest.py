@@ -1,4 +1,4 @@
-"""Right solutions of every shape are paid in full, on tasks of every form; the broken files are not."""
+"""Right solutions of every kind earn the full reward on tasks of every kind; the broken files earn none."""
 
 from __future__ import annotations
 

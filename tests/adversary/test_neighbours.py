@@ -1,4 +1,4 @@
-"""A sandbox takes all it can of what the kernel counts for a user or the host: others have what they need."""
+"""A sandbox exhausts resources that the kernel limits per user or host: other sandboxes still have enough."""
 
 from __future__ import annotations
 

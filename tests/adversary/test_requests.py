@@ -1,4 +1,4 @@
-"""Hostile requests to all seven servers: none makes one fail, none holds it up, none shows another's data."""
+"""Hostile requests to all seven servers: none crashes or stalls one, or reveals another tenant's data."""
 
 from __future__ import annotations
 

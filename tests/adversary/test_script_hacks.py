@@ -1,4 +1,4 @@
-"""No cheat on `tests/test.sh` is paid, before it or beside it, by exams or by a separate verifier."""
+"""No cheat on `tests/test.sh` earns a reward, before or during it, with exams or a separate verifier."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Work of an agent's or tenant's size: it takes its time, and nobody else's."""
+"""Large requests of one agent or tenant do not delay others."""
 
 from __future__ import annotations
 

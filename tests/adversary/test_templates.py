@@ -1,4 +1,4 @@
-"""No template ends another sandbox of its host, and what no directory can hold is refused by name."""
+"""No template harms another sandbox on its host, and impossible file names are refused by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A chat endpoint as a sampler: what it is sent, what becomes of its answers, and how it fails."""
+"""A chat endpoint as a sampler: requests, processing of its answers, and failures."""
 
 import asyncio
 import json

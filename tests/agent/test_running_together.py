@@ -1,4 +1,4 @@
-"""Calls of one turn that run as one: nobody can tell, but for the time that it takes."""
+"""Batched execution of a turn's calls: the results equal those of separate calls, only faster."""
 
 from __future__ import annotations
 

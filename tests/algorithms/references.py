@@ -1,4 +1,4 @@
-"""Every formula written out token by token in Python's double precision, as the papers have it."""
+"""Reference implementations: every formula of the papers, token by token in double precision."""
 
 from __future__ import annotations
 

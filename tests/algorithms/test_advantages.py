@@ -1,4 +1,4 @@
-"""What members are worth, and advantages over a baseline."""
+"""Values of group members, and advantages over a baseline."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What groups teach: verdicts first, prices among successes, form on the malformed calls themselves."""
+"""The learning signal of groups: verdicts first, prices among successes, penalties on malformed calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Benchmarks are scripts: they find each other beside themselves, and so must their tests."""
+"""Puts benchmarks/ on the import path: its scripts import each other by plain names."""
 
 import sys
 from pathlib import Path

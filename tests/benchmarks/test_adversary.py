@@ -1,4 +1,4 @@
-"""The adversary's figures are read off its tests: what failed got through, whatever the reason."""
+"""The adversary benchmark's figures: a failed test counts as a successful attack, whatever the reason."""
 
 from __future__ import annotations
 

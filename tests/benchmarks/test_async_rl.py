@@ -1,4 +1,4 @@
-"""The benchmark of asynchronous RL in small: its modes differ in what they should."""
+"""The asynchronous RL benchmark at small size: its modes differ as intended."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs whose processes are killed at random: what is killed, what comes back, and what the audit sees."""
+"""The chaos benchmark: victims, restarts and the audit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The controls are compared with RL by seed and task, and README has the table that follows."""
+"""Controls are compared with RL by seed and task, and README has the resulting table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The list of defects fits the source."""
+"""The list of defects matches the source."""
 
 from pathlib import Path
 

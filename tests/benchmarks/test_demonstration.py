@@ -1,4 +1,4 @@
-"""How the demonstration decides and counts; its runs take hours."""
+"""The demonstration's decisions and figures, without its runs, which take hours."""
 
 from __future__ import annotations
 

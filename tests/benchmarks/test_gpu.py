@@ -1,4 +1,4 @@
-"""The GPU's benchmark runs, in small: its figures mean nothing here."""
+"""The GPU benchmark runs at small size; its figures mean nothing here."""
 
 from __future__ import annotations
 

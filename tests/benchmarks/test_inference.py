@@ -1,4 +1,4 @@
-"""Peers of the inference benchmark get the same work, and those that fail say why."""
+"""Peers of the inference benchmark get equal work, and failures are reported with their reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The load generator against fakes: what it sends, what it times, what it counts."""
+"""The load generator against fakes: its requests, timing and counts."""
 
 from __future__ import annotations
 

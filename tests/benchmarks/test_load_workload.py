@@ -1,4 +1,4 @@
-"""Synthetic sessions have the shape that was asked for; recorded ones have the lengths that were stored."""
+"""Synthetic sessions have the requested shape; recorded ones have the stored lengths."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The parity benchmark in small: its arms differ in what they should, and its picture is drawn."""
+"""The parity benchmark at small size: its arms differ as intended, and its figure is drawn."""
 
 from __future__ import annotations
 

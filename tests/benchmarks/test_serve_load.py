@@ -1,4 +1,4 @@
-"""The load generator's command: what it prints, what it plays, how it ends."""
+"""The load generator's command: output, sessions and exit codes."""
 
 from __future__ import annotations
 

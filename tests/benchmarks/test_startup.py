@@ -1,4 +1,4 @@
-"""Starts are timed as what they cost, and one that fails is not a figure."""
+"""Start-up is measured in processor time, and a failed start gives no figure."""
 
 from __future__ import annotations
 

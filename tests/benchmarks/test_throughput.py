@@ -1,4 +1,4 @@
-"""The baseline computes what we compute, counts what the engine counts, and the result has its shape."""
+"""The baseline computes and counts as the engine does, and the result has the expected figures."""
 
 from __future__ import annotations
 

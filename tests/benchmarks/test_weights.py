@@ -1,4 +1,4 @@
-"""The benchmark of weight updates in small: its bound is one, and relays save what they should."""
+"""The weight update benchmark at small size: its bound holds, and relays save the expected traffic."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A real published model says what it says in transformers, and sessions of real families have its tokens."""
+"""A published model gives the same text as in transformers, and sessions of real families the same tokens."""
 
 from __future__ import annotations
 

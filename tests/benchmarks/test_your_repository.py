@@ -1,4 +1,4 @@
-"""The page on tasks has the table that follows from the committed results."""
+"""The page on tasks has the table of the committed results."""
 
 from __future__ import annotations
 

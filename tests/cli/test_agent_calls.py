@@ -1,4 +1,4 @@
-"""How a call is shown to the person who is asked about it."""
+"""The display of a call that needs the user's approval."""
 
 from etude.cli.agent_calls import call_preview, call_title
 from etude.records import ToolCall

@@ -1,4 +1,4 @@
-"""How `etude agent` ends: exit codes, what was kept back, closed pipes, and calls that make no sense."""
+"""How `etude agent` ends: exit codes, withheld changes, closed pipes, and invalid invocations."""
 
 import json
 import shlex

@@ -1,4 +1,4 @@
-"""A server takes the weights that a run saves while it serves."""
+"""A server loads weights that a run saves while it serves."""
 
 from __future__ import annotations
 

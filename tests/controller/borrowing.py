@@ -1,4 +1,4 @@
-"""A run's fleet in this process, which borrows replicas through a router: both real, and on the loopback."""
+"""A run's fleet in this process that borrows replicas through a router; both are real, on loopback."""
 
 from __future__ import annotations
 

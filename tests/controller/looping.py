@@ -1,4 +1,4 @@
-"""The RL loop over parts that only note what is asked of them."""
+"""The RL loop over fake parts that record their calls."""
 
 from __future__ import annotations
 

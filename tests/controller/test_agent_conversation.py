@@ -1,4 +1,4 @@
-"""A person's session: what reaches the repository and when, undo, stops, and being taken up again."""
+"""A user's session: when changes reach the repository, undo, stops, and resumption."""
 
 import asyncio
 import json

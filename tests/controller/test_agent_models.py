@@ -1,4 +1,4 @@
-"""Models that run in this process, at work for a person. Their words are noise; what counts: they run."""
+"""Models that run in this process for `etude agent`. Their output is noise; tests check that they run."""
 
 import asyncio
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Where a run's sandboxes are made: in this process, or on a server that is there and lets it in."""
+"""Where a run's sandboxes are created: in this process, or on an available server that authorises it."""
 
 from __future__ import annotations
 

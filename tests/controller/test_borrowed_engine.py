@@ -1,4 +1,4 @@
-"""A replica that is called home while the run has tokens there that it has not heard of."""
+"""A replica that is recalled while it has sampled tokens that the run has not received yet."""
 
 from __future__ import annotations
 

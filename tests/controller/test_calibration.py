@@ -1,4 +1,4 @@
-"""How hard tasks are: by their tests, or by the share of a model's sessions that pass."""
+"""Difficulty of tasks: by their tests, or by a model's pass rate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run was begun with it goes on with, or says why not, before anything is made."""
+"""A resumed run keeps its compute settings, or is refused with the reason before anything is created."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run says of its time, and the steps that a time limit becomes: arithmetic on given speeds."""
+"""A run's time forecast, and the number of steps within a time limit, computed from given speeds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run does without when its disk is full."""
+"""Which files a run can do without when its disk is full."""
 
 from __future__ import annotations
 

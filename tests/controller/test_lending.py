@@ -1,4 +1,4 @@
-"""A pool lends to a run by schedule and by load: users who come back get their replica, nothing is lost."""
+"""A pool lends replicas to a run by schedule and by load: returning users get them back, nothing is lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parts in this process, in turn and apart: what a Handle of one promises."""
+"""Parts in this process, on the event loop or in threads: the contract of their Handle."""
 
 from __future__ import annotations
 

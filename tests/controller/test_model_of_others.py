@@ -1,4 +1,4 @@
-"""A model of others through the whole loop: SFT in its frame, RL with its calls, evaluation, export."""
+"""A third-party model through the whole loop: SFT in its format, RL with its calls, evaluation, export."""
 
 from __future__ import annotations
 

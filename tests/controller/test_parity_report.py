@@ -1,4 +1,4 @@
-"""Trainer against engine for one model, without a run around it."""
+"""The parity report of trainer and engine for one model, outside of a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the probe samples costs what a scripted author's sessions would, and goes to nobody else."""
+"""The probe samples as many tokens as a scripted author's session, and only in runs of this process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run says of an error that Ray raises."""
+"""A run's messages for errors raised by Ray."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Resuming keeps the steps that were planned; what cannot be gone on with is refused with the reason."""
+"""Resuming keeps the planned steps; a run that cannot be resumed is refused with the reason."""
 
 from __future__ import annotations
 

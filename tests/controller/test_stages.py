@@ -1,4 +1,4 @@
-"""A stage that is cut is saved, and not over."""
+"""An interrupted stage is saved and not finished."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trajectories as rollouts store them, of scripted agents, with their contexts summarised where asked for."""
+"""Stored trajectories of scripted agents, optionally with context summaries."""
 
 from __future__ import annotations
 

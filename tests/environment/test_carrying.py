@@ -1,4 +1,4 @@
-"""What reaches grading beside the working directory: changes of an image's root, and declared artifacts."""
+"""Files that reach grading from outside of the working directory: changes of the image's root, artifacts."""
 
 from __future__ import annotations
 

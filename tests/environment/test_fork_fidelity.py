@@ -1,4 +1,4 @@
-"""What a copy of a session's sandbox holds, on each kind of sandbox that runs here."""
+"""The contents of a forked sandbox, on every available backend."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""What reaches grading, what becomes a verdict, and what is no verdict at all."""
+"""Grading: its inputs, verdicts, and failures that are no verdict."""
 
 from __future__ import annotations
 

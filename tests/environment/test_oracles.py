@@ -1,4 +1,4 @@
-"""What tests compute for themselves is recorded where every right solution leaves it alone, and must stay."""
+"""Values that tests compute are recorded if right solutions leave them alone, and must not change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tasks that `tests/test.sh` grades: right from wrong, and what is no reward."""
+"""Tasks that `tests/test.sh` grades: right and wrong solutions, and failures without a reward."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which tests get twins, which stay open and why, and who has to sit exams."""
+"""Which tests get twins, which stay visible and why, and which tasks need exams."""
 
 from __future__ import annotations
 

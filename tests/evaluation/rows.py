@@ -1,4 +1,4 @@
-"""Rows of sessions, made from a few words."""
+"""Builders of session rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Figures of the families that only acting solves, with scripted policies."""
+"""Figures of the `acting` families with scripted policies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What must be looked at on a GPU itself. Without CUDA and Triton all of it is skipped."""
+"""Tests that need a GPU; skipped without CUDA and Triton."""
 
 from __future__ import annotations
 

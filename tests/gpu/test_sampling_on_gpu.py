@@ -1,4 +1,4 @@
-"""The engine on a GPU: its tokens beside a CPU's, its graphs beside what they were captured from."""
+"""The engine on a GPU: tokens equal to a CPU's, CUDA graphs equal to eager execution."""
 
 from __future__ import annotations
 

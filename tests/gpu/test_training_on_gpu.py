@@ -1,4 +1,4 @@
-"""The trainer on a GPU: its numbers and gradients beside a CPU's, its kernels beside their references."""
+"""The trainer on a GPU: values and gradients against a CPU's, kernels against their references."""
 
 from __future__ import annotations
 

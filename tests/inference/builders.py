@@ -1,4 +1,4 @@
-"""A client of the engine that keeps books as an agent's session does, and checks them."""
+"""A client of the engine that keeps and checks the same records as an agent's session."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What holds of an engine's sessions and pages between any two steps."""
+"""Invariants of an engine's sessions and pages between two steps."""
 
 from __future__ import annotations
 

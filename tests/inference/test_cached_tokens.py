@@ -1,4 +1,4 @@
-"""Each request is told how much of its input needed no computing."""
+"""Each answer reports how many input tokens were cached."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sessions draft as much as pays, and those where nothing stands cost next to nothing."""
+"""Sessions draft as much as pays, and those whose drafts are rejected cost almost nothing."""
 
 from __future__ import annotations
 

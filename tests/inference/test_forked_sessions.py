@@ -1,4 +1,4 @@
-"""Sessions that leave another one in its middle: when they come in, and what of its prefix they share."""
+"""Sessions forked from the middle of another: when they are admitted, and which prefix they share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An engine that gives its memory back between sessions computes what one does that keeps it."""
+"""An engine that frees its memory between sessions computes the same as one that keeps it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Drafts of multi-token prediction: the same tokens in fewer steps, as many fewer as the layers know."""
+"""Multi-token prediction drafts: the same tokens in fewer steps, depending on the layers' accuracy."""
 
 from __future__ import annotations
 

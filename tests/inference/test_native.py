@@ -1,4 +1,4 @@
-"""The native forward pass computes what the module computes, and is there only where it compiles."""
+"""The native forward pass computes what the module computes, and is available only if it compiles."""
 
 from __future__ import annotations
 

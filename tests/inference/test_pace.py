@@ -1,4 +1,4 @@
-"""Who acts between two steps of a reproducible schedule does so at steps that tools' times do not change."""
+"""In a reproducible schedule, actions between steps happen at the same steps whatever the tools' times."""
 
 from __future__ import annotations
 

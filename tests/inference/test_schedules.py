@@ -1,4 +1,4 @@
-"""Whatever comes when, and however few pages there are: the same tokens as alone, and no page is lost."""
+"""Any arrival order and number of pages gives the same tokens as a session alone, and leaks no page."""
 
 from __future__ import annotations
 

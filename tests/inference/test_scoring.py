@@ -1,4 +1,4 @@
-"""Scores come from the kernels that sample, and disturb nobody."""
+"""Scores come from the sampling kernels, and do not affect running sessions."""
 
 from __future__ import annotations
 

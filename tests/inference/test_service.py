@@ -1,4 +1,4 @@
-"""Many sessions share one engine: a schedule that tools cannot disturb, and failures that reach everybody."""
+"""Many sessions share one engine: a schedule independent of tool times, failures that reach all callers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Streams: chunk by chunk where asked for, ended by whoever stops listening, a deadline or the engine."""
+"""Streams: chunk by chunk if requested, ended by the consumer, a deadline or the engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files and folders that are there whole or not at all, and durably."""
+"""Atomic and durable writes of files and folders."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""A journal of checksummed lines: what a crash tears goes, damage is an error, one process writes."""
+"""A journal of checksummed lines: torn ends are dropped, damage is an error, one process writes."""
 
 from __future__ import annotations
 

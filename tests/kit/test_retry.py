@@ -1,4 +1,4 @@
-"""Trying again: pauses that grow, and when to give up."""
+"""Retries: growing pauses, and when to give up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Temporary directories that a killed process leaves go with the next sweep, and no others."""
+"""Temporary directories of killed processes are removed by the next sweep, and no others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where secrets come from, and what is said where there is none."""
+"""Sources of secrets, and errors for missing ones."""
 
 from __future__ import annotations
 

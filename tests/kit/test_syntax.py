@@ -1,4 +1,4 @@
-"""Syntax trees are made by one thread at a time."""
+"""Source code is parsed by one thread at a time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tasks beside their caller: errors are reported, and nothing outlives a close."""
+"""Background tasks: errors are reported, and none outlives `close`."""
 
 from __future__ import annotations
 

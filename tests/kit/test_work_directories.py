@@ -1,4 +1,4 @@
-"""What a killed owner leaves behind is cleared away by the next, and nothing else is."""
+"""Files of a killed owner are removed by the next, and no others."""
 
 from __future__ import annotations
 

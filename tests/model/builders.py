@@ -1,4 +1,4 @@
-"""Small models and sequences that the tests of the core share."""
+"""Small models and sequences for tests of the core."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Native attention is the padded reference in float64, forwards and backwards, whatever the shapes."""
+"""Native attention equals the padded float64 reference, forward and backward, for all shapes."""
 
 from __future__ import annotations
 

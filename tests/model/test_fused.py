@@ -1,4 +1,4 @@
-"""What has its gradients written out: values and gradients of the plain formulae."""
+"""Functions with hand-written gradients: values and gradients equal those of the plain formulae."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GGUF files are the models that they were made from; what is not understood is refused."""
+"""GGUF files give the models that they were made from; unsupported ones are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Low-rank adapters: the gradient of the formula, and nothing but factors that learn."""
+"""Low-rank adapters: gradients equal the formula's, and only the factors are trained."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""With weights in bfloat16, what decides is still float32: router, sum over experts, output head."""
+"""With bfloat16 weights, sensitive parts remain float32: router, sum over experts, output head."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Native norms and gates are the formulae in float64, forwards and backwards, whatever the shapes."""
+"""Native norms and gates equal the float64 formulae, forward and backward, for all shapes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What sequences begin with alike is computed once, and nothing else changes."""
+"""Shared prefixes of sequences are computed once, with unchanged results."""
 
 from __future__ import annotations
 

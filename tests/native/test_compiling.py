@@ -1,4 +1,4 @@
-"""Native code is kept only as its compiler was first asked for it, or where it does not know the option."""
+"""Compiling native code: it falls back to any processor only if the compiler does not know this one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The scripted expert plays by the rules, errs as told, and is perfect when told to be."""
+"""The scripted expert plays by the rules, errs at the configured rates, and not at all with perfect skill."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Families say what they do, in one language, and there are many of them."""
+"""Families of functions: docstrings in the controlled language, and sufficient variety."""
 
 from __future__ import annotations
 

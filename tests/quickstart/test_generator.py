@@ -1,4 +1,4 @@
-"""Every generated task is broken, mendable, honest about its split, and always the same."""
+"""Every generated task is broken, fixable, in its split, and deterministic."""
 
 from __future__ import annotations
 

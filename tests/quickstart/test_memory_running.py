@@ -1,4 +1,4 @@
-"""Tests in this very process: what they and their end leave behind."""
+"""Running tests in this process: their side effects, and those of a timeout."""
 
 import sys
 import time

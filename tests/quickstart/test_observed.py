@@ -1,4 +1,4 @@
-"""Observed tasks: the rule is in no file and in no instruction, and in the output of a test run."""
+"""Observed tasks: only the output of a test run reveals the rule, no file or instruction does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model reads before it is trained on trails."""
+"""Mid-training data of the trails family."""
 
 from etude.agent import core_registry
 from etude.config import RunConfig

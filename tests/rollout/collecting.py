@@ -1,4 +1,4 @@
-"""An environment whose verdicts are given, and what is needed to collect from it."""
+"""An environment with given verdicts, and helpers to collect from it."""
 
 from __future__ import annotations
 

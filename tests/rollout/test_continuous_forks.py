@@ -1,4 +1,4 @@
-"""Forked groups while the trainer is at it: over a simulated engine, and scripted over real sessions."""
+"""Forked groups during training: over a simulated engine, and scripted over real sessions."""
 
 import asyncio
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Tasks that come again: order, ends, and accounts that no kill upsets."""
+"""Epochs over tasks: order, ends, and accounts that survive kills."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A session that waits for its tools goes on where there is room: over two engines in one process."""
+"""A session that waits for tools moves to an engine with free capacity: two engines in one process."""
 
 import asyncio
 from collections.abc import Coroutine

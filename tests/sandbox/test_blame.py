@@ -1,4 +1,4 @@
-"""Whose doing it is that a sandbox failed: the agent's, unless the host shows that it failed."""
+"""Attribution of a sandbox's failure: to the agent, unless the host shows that it failed itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The owner's end of a sandbox's line: where request ids begin, what ends it, what early output may cost."""
+"""The owner's end of the channel to a sandbox: request ids, its end, and the limit of early output."""
 
 from __future__ import annotations
 

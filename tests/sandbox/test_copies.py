@@ -1,4 +1,4 @@
-"""Copies of a sandbox: forked, asleep and awake again, moved. What comes along, and what stays behind."""
+"""Copies of a sandbox: forked, paused and resumed, migrated. What is copied and what is not."""
 
 from __future__ import annotations
 

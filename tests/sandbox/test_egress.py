@@ -1,4 +1,4 @@
-"""The way out: what the allow-list names is reached through the proxy, and nothing else is."""
+"""Network egress: names on the allow-list are reachable through the proxy, and nothing else is."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each sandbox is a user of its own to the host, whatever it was copied from."""
+"""Each sandbox has a host user of its own, also a copy."""
 
 from __future__ import annotations
 

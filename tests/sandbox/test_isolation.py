@@ -1,4 +1,4 @@
-"""What a hostile process inside a local sandbox can and cannot do, beside what the escape suite tries."""
+"""What a hostile process in a local sandbox can and cannot do, in addition to the escape suite."""
 
 from __future__ import annotations
 

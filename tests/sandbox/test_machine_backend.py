@@ -1,4 +1,4 @@
-"""The table of the living: ids, time to live, lists, refusals, starts that fail, and what is left."""
+"""The registry of live sandboxes: ids, time to live, lists, refusals, failed starts, cleanup."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Moves that are cut off: whoever is killed on the way leaves nothing that outlives the next start."""
+"""Interrupted migrations: a killed participant leaves nothing that survives the next start."""
 
 from __future__ import annotations
 

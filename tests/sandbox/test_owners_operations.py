@@ -1,4 +1,4 @@
-"""What an owner asks of a machine as a whole takes as long as it takes: only file operations have limits."""
+"""An owner's operations on a whole machine have no time limit; only file operations do."""
 
 from __future__ import annotations
 

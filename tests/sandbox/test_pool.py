@@ -1,4 +1,4 @@
-"""The pool: places, turns, and places given back exactly once."""
+"""The pool: slots, fair order, and slots released exactly once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The remote client: the same results as the backend itself, typed errors, and what is sent twice."""
+"""The remote client: the same results as the backend itself, typed errors, and retries."""
 
 from __future__ import annotations
 

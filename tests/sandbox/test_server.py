@@ -1,4 +1,4 @@
-"""The server: who may ask, idempotent creation, bounds, long answers, metrics, the end of a process."""
+"""The server: authorisation, idempotent creation, limits, long answers, metrics, the end of a process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The store of snapshots: whole or not there, checked to the byte, of known origin."""
+"""The snapshot store: atomic, fully checksummed, of known origin."""
 
 from __future__ import annotations
 

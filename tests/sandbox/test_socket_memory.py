@@ -1,4 +1,4 @@
-"""What sockets hold counts as memory of their sandbox, whatever becomes of them; busy programs live on."""
+"""Socket buffers count as memory of their sandbox, whatever happens to the sockets; busy programs survive."""
 
 from __future__ import annotations
 

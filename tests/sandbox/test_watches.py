@@ -1,4 +1,4 @@
-"""What a guest's server bounds itself: processor time, and the last of the memory."""
+"""Limits that a guest's server enforces itself: processor time, and a memory reserve."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Event streams: whose fault an end is, and a client that reads nothing."""
+"""Event streams: attribution of an early end, and a client that does not read."""
 
 from __future__ import annotations
 

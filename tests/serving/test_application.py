@@ -1,4 +1,4 @@
-"""What every server of ours does: names, errors, bodies, connections."""
+"""Common behaviour of all servers: host names, errors, bodies, connections."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every HTTP client of ours does: addresses, tokens, typed errors, attempts, streams."""
+"""Common behaviour of all HTTP clients: addresses, tokens, typed errors, retries, streams."""
 
 from __future__ import annotations
 

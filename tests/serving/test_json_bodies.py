@@ -1,4 +1,4 @@
-"""Bodies of JSON: what is refused, and that nothing of a client's holds the loop up."""
+"""JSON bodies: which are refused, and that none blocks the event loop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What servers do again and again while they run."""
+"""Periodic work of servers."""
 
 from __future__ import annotations
 

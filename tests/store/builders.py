@@ -1,4 +1,4 @@
-"""Trajectories out of thin air: one by one, or all kinds of them for property-based tests."""
+"""Builders of synthetic trajectories, and strategies for property-based tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Exams: what of a run's outcomes counts, and how a task directory holds them."""
+"""Exams: which of a run's outcomes count, and their form in a task directory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Harbor directories: round trip, a verifier that runs, and errors that say what to mend."""
+"""Harbor directories: round trip, a verifier that runs, and errors that name the fix."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Task directories with `[[steps]]`: what each step has of its own, and what of its task's."""
+"""Task directories with `[[steps]]`: settings of each step, and those inherited from the task."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a model is spoken to: what is chosen, what is refused, and whether others render the same."""
+"""Choosing a model's chat format: which is chosen, which are refused, and agreement with other renderers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What trained models depend on: the tags, frames and digests of the harness' own tools."""
+"""Constants on which trained models depend: tags, frames and digests of the harness's own tools."""
 
 from blake3 import blake3
 

@@ -1,4 +1,4 @@
-"""Calls as families write them: what is written, what is read, and what is wrong with the rest."""
+"""Tool calls in model families' native formats: rendering, parsing, and errors of malformed ones."""
 
 from __future__ import annotations
 

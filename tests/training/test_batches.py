@@ -1,4 +1,4 @@
-"""How groups become updates, and what each token of theirs weighs."""
+"""Division of groups into updates, and weights of their tokens."""
 
 from __future__ import annotations
 

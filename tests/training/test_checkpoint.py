@@ -1,4 +1,4 @@
-"""Checkpoints: whole or not there, checked when read, exact to the bit."""
+"""Checkpoints: atomic, verified when read, exact to the bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Textual feedback: who teaches whom, on which tokens, and that it helps."""
+"""Textual feedback: teacher and student, the trained tokens, and that it helps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An RL step whose gradient is not finite leaves its batch behind."""
+"""An RL step whose gradient is not finite saves its batch for inspection."""
 
 from __future__ import annotations
 

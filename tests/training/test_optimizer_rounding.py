@@ -1,4 +1,4 @@
-"""bfloat16 states and weights: right on average, where rounding to nearest stands still."""
+"""bfloat16 states and weights: stochastic rounding is right on average where rounding to nearest stalls."""
 
 from __future__ import annotations
 

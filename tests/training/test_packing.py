@@ -1,4 +1,4 @@
-"""Micro-batches hold every sequence once, keep their bound, and leave ranks little to wait for."""
+"""Micro-batches contain every sequence once, respect their limit, and are balanced over ranks."""
 
 from __future__ import annotations
 

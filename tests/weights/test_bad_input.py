@@ -1,4 +1,4 @@
-"""What is wrong with a store, a disk, a clock or a replica is said, contained and recovered from."""
+"""Faults of a store, a disk, a clock or a replica are reported, contained and recovered from."""
 
 from __future__ import annotations
 

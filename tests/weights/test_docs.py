@@ -1,4 +1,4 @@
-"""What docs/weights.md shows, runs."""
+"""The code in docs/weights.md runs."""
 
 from __future__ import annotations
 

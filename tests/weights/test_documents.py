@@ -1,4 +1,4 @@
-"""Versions and manifests as JSON: the same comes back, and anything else is refused by the field's name."""
+"""Versions and manifests as JSON: lossless round trips, and invalid ones refused with the field's name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several processes publish one model, each its own parts: whole for whoever reads it, or not at all."""
+"""Several processes publish parts of one model: readers see it complete, or not at all."""
 
 from __future__ import annotations
 

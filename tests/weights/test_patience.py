@@ -1,4 +1,4 @@
-"""A store that is away for a while costs time, and nothing else."""
+"""A store that is unavailable for a while costs time, and nothing else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who may read through a relay, and what it refuses."""
+"""Authorisation of a relay's readers, and refused requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Versions appear whole or not at all, from one writer at a time, and stay as long as somebody needs them."""
+"""Versions appear atomically, from one writer at a time, and are kept as long as they are in use."""
 
 from __future__ import annotations
 

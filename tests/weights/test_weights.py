@@ -1,4 +1,4 @@
-"""A weight update is whole or not at all."""
+"""Weight updates are atomic."""
 
 from __future__ import annotations
 

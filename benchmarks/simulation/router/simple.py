@@ -31,7 +31,7 @@ class Routing(Protocol):
         ...
 
 
-class _StatelessPolicy:
+class _BaselinePolicy:
     """A policy that ignores load and progress."""
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -55,7 +55,7 @@ class _StatelessPolicy:
         """See Routing.close_session."""
 
 
-class RoundRobin(_StatelessPolicy):
+class RoundRobin(_BaselinePolicy):
     """Sends each request to the next replica."""
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -90,7 +90,7 @@ class RoundRobinSessions(RoundRobin):
         self._homes.pop(session, None)
 
 
-class RandomChoice(_StatelessPolicy):
+class RandomChoice(_BaselinePolicy):
     """Sends each request to a random replica."""
 
     def __init__(self, names: Sequence[str], seed: int = 0) -> None:

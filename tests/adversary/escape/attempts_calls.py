@@ -1,4 +1,4 @@
-"""Attempts through what the owner calls: files, test runs, copies. Judged by what they leave."""
+"""Attempts through the owner's calls: files, test runs, copies. Judged by their lasting effects."""
 
 from __future__ import annotations
 

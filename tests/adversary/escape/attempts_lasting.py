@@ -1,4 +1,4 @@
-"""Attempts to outlast an end, and to be ahead of whoever looks: of a command, a copy, a diff, a test run."""
+"""Attempts to survive the end of a command, and to race against a copy, a diff or a test run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attempts to have the kernel keep memory that no process holds."""
+"""Attempts to make the kernel keep memory that belongs to no process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attempts to see, or to meet, a neighbour through what both use: programs, memory that was used before."""
+"""Attempts to observe or reach a neighbour through shared resources: programs, reused memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attempts to take from a neighbour, or from the owner, what all share: counts for each user of the host.
+"""Attempts to exhaust resources that neighbours and owner share: the host's per-user limits.
 
 Where a plain user has no ids to give away, all sandboxes of an owner are that user. See also
 `tests/adversary/kinds_neighbours.py`.

@@ -1,4 +1,4 @@
-"""What each attempt would show to be wrong: one row for each distinct cause, with the attempts that rely on it.
+"""Distinct causes of escapes: one row per cause, with the attempts that rely on it.
 
 Kinds are counted by these rows: attempts that one repair would stop together are variants, in one row.
 """

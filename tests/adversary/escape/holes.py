@@ -1,4 +1,4 @@
-"""What does not hold yet, for each backend. Whoever closes one removes it here: the suite insists.
+"""Known holes of each backend. A closed hole must be removed here: the suite fails otherwise.
 
 Each is a reproduction in the table of attempts; the reason says what would close it.
 """

@@ -1,4 +1,4 @@
-"""Starts runs of the suite as root and as a plain user, side by side, and collects what they say."""
+"""Runs the suite as root and as a plain user in parallel, and collects the results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an attempt is, and how one can end."""
+"""Data types: an attempt and its outcome."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every program of the table begins and ends with."""
+"""The first and last lines of every attempt's program."""
 
 from __future__ import annotations
 

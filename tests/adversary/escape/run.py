@@ -1,4 +1,4 @@
-"""Runs attempts and controls as the present user: one JSON line for each, for whoever started this.
+"""Runs attempts and controls as the current user, and prints one JSON line for each.
 
 python -m tests.adversary.escape.run BACKEND {attempts,controls} NAME ...
 """

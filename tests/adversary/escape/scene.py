@@ -1,4 +1,4 @@
-"""The host's side of an attempt: canaries that nobody inside may read, change or reach.
+"""The host's side of an attempt: canaries that no sandbox may read, change or reach.
 
 After each attempt all of them are looked at from outside: what a program claims counts only beside that.
 """

@@ -1,4 +1,4 @@
-"""What an agent gives that makes no sense: each has a typed error that says whose doing it is, or none.
+"""Nonsensical input by an agent: each gives a typed error that attributes the failure, or none.
 
 `AgentError`: the agent's doing, an outcome. `SandboxError`: ours, never a reward; an agent that can cause one
 chooses which of its attempts count.

@@ -1,4 +1,4 @@
-"""A program inside that was taken over answers nonsense: that is the agent's doing, and known at once.
+"""A hijacked program inside a sandbox answers nonsense: detected at once, and attributed to the agent.
 
 On `local` no process of the agent reaches the server's socket; in a guest of its own, root could.
 """

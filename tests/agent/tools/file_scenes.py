@@ -1,4 +1,4 @@
-"""Turns played on the in-memory sandbox: calls in, results and files out."""
+"""Plays turns on the in-memory sandbox: calls in, results and files out."""
 
 from __future__ import annotations
 

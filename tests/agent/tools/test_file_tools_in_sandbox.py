@@ -1,4 +1,4 @@
-"""What only a real file system has: links, special files, depth, and commands that run beside the tools."""
+"""File tools on a real file system: links, special files, depth, and commands running concurrently."""
 
 import asyncio
 import re

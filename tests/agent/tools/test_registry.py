@@ -1,4 +1,4 @@
-"""Arguments that are no text are refused in the words of JSON."""
+"""Arguments that are not strings are refused, named by their JSON type."""
 
 import pytest
 from hypothesis import given

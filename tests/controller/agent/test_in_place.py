@@ -1,4 +1,4 @@
-"""What is kept of the files that the edit tools are about to change, and how the directory is searched."""
+"""In-place editing: backups of files before edit tools change them, and search of the directory."""
 
 import asyncio
 from pathlib import Path

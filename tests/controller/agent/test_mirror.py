@@ -1,4 +1,4 @@
-"""What a sandbox changed and a tree did not take: never overwritten, never lost in silence."""
+"""Changes of a sandbox that a tree did not accept: never overwritten, never lost silently."""
 
 import subprocess
 from pathlib import Path

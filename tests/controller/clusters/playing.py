@@ -1,4 +1,4 @@
-"""A run's control API on loopback, clusters over scripted policies, and what may go wrong between them."""
+"""A run's control API on loopback, clusters with scripted policies, and failures between them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs whose sessions clusters play, and what to look at when they have ended."""
+"""Runs whose sessions are played by clusters, and an audit of finished ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who has which session, and that each counts once."""
+"""The board of sessions: leases of clusters, and that each session counts once."""
 
 from __future__ import annotations
 

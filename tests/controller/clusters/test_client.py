@@ -1,4 +1,4 @@
-"""What asks the control API, against a server that answers as it likes."""
+"""The client of the control API, against a server with arbitrary answers."""
 
 import asyncio
 

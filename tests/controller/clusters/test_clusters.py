@@ -1,4 +1,4 @@
-"""Sessions that clusters play for a run, over HTTP on loopback: what comes back, once, whatever happens."""
+"""Sessions that clusters play for a run over loopback HTTP: each returns exactly once, despite failures."""
 
 from __future__ import annotations
 

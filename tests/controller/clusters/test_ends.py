@@ -1,4 +1,4 @@
-"""The end of a run: every cluster learns of it, whether it plays, is cut off, or comes too late."""
+"""The end of a run: every cluster is notified, whether it plays, is disconnected, or joins too late."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a cluster makes of what a run says of itself."""
+"""A cluster's interpretation of the run's description when it joins."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the control API refuses: strangers, and requests that are none."""
+"""Requests that the control API refuses: unauthorised and malformed ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Clusters that new weights do not reach: they say so, and nobody waits for them for ever."""
+"""Clusters that do not receive new weights: they report it, and the run does not wait for them forever."""
 
 from __future__ import annotations
 

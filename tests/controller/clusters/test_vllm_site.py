@@ -1,4 +1,4 @@
-"""A cluster that samples through vLLM, for a run that samples with whatever it likes."""
+"""A cluster that samples with vLLM, for a run with any sampling backend."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sessions that wait for their tools go on with the engine that has the least to do."""
+"""Sessions that wait for tools move to the least loaded engine."""
 
 import asyncio
 from pathlib import Path

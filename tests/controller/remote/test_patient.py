@@ -1,4 +1,4 @@
-"""Requests that outlive the engines that have them."""
+"""Requests that survive the loss of their engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Engines of a run that are vLLM: lost, started again and updated as our own are."""
+"""vLLM engines of a run: lost, restarted and updated like our own."""
 
 from __future__ import annotations
 

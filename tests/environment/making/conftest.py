@@ -1,4 +1,4 @@
-"""The project that tasks are made from."""
+"""Fixtures: the project from which tasks are made."""
 
 from __future__ import annotations
 

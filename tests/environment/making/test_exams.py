@@ -1,4 +1,4 @@
-"""Exams of a made task: what forges the tests' outcomes earns nothing, and the solution 1."""
+"""Exams of a made task: code that forges test outcomes earns 0, and the solution 1."""
 
 from __future__ import annotations
 

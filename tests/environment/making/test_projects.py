@@ -1,4 +1,4 @@
-"""What is read of a project: which files are its tests, and what pip installs to run them."""
+"""Analysis of a project: its test files, and the packages that they need."""
 
 from __future__ import annotations
 

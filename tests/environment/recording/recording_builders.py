@@ -1,4 +1,4 @@
-"""A small tokenizer, a sampler that plays answers with telling logprobs, and a client that lives on it."""
+"""A small tokenizer, a sampler with recognisable log-probabilities, and a client."""
 
 from __future__ import annotations
 

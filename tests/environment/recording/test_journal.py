@@ -1,4 +1,4 @@
-"""Live sessions on disk: the same map again, whatever happened; torn ends, damage, kills."""
+"""Journals of live sessions: recovery of the same session map after torn writes, damage and kills."""
 
 from __future__ import annotations
 

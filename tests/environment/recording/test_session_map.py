@@ -1,4 +1,4 @@
-"""Growing histories onto token sequences."""
+"""Mapping of growing message histories to token sequences."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sessions over HTTP: who may do what, limits, how they end; what a kill leaves."""
+"""Sessions over HTTP: authorisation, limits, ends, and recovery after a kill."""
 
 from __future__ import annotations
 

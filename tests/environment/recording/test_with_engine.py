@@ -1,4 +1,4 @@
-"""The recording endpoint before the real engine: what is recorded is what the trainer will compute."""
+"""The recording endpoint over the real engine: recorded log-probabilities equal the trainer's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Errors of the server: one shape on every route, whose fault is counted, what a client did wrong."""
+"""Errors of the server: one format on every route, correct attribution of faults."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Servers as processes: what they say of themselves, ports that are taken, tokens that are not shown."""
+"""Servers as processes: start messages, occupied ports, hidden tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tells one environment from another: the probe, the comparison, the command."""
+"""Differences between environments (`etude env tells`): the probe, the comparison, the command."""
 
 from __future__ import annotations
 

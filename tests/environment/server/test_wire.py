@@ -1,4 +1,4 @@
-"""What crosses the wire comes out as it went in, and nonsense is refused by name."""
+"""The wire format: lossless round trips, and malformed data refused with the field's name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A replica that is killed while the load runs: every request is answered, or its client told."""
+"""A replica is killed under load: every request is answered, or its client gets an error."""
 
 from __future__ import annotations
 

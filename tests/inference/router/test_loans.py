@@ -1,4 +1,4 @@
-"""A router that lends real engines to a run: who serves whom, before, meanwhile and afterwards."""
+"""A router that lends real engines to a run: which requests each serves before, during and after the loan."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Replicas join, are ejected, come back with growing waits, and leave when they are empty."""
+"""Replicas join, are ejected, return after growing delays, and drain before they leave."""
 
 from __future__ import annotations
 

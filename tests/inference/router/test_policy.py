@@ -1,4 +1,4 @@
-"""Sessions stay where their prefix is, work goes where little is left, and the books balance."""
+"""The routing policy: sessions stay with their prefix, work goes to idle replicas, accounts balance."""
 
 from __future__ import annotations
 

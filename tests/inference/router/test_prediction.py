@@ -1,4 +1,4 @@
-"""The rest of a thing is predicted from its age."""
+"""Prediction of a request's remaining length from its age."""
 
 from __future__ import annotations
 

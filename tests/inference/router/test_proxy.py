@@ -1,4 +1,4 @@
-"""The proxy before fake replicas: answers pass through, failures are retried or told, nothing is silent."""
+"""The proxy in front of fake replicas: answers pass through, failures are retried or reported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The policy in virtual time, against what knows nothing of sessions."""
+"""The policy in virtual time, against policies without knowledge of sessions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever clients and the engine do at the same time, nothing is left behind."""
+"""Concurrent faults of clients and engine leave no state behind."""
 
 from __future__ import annotations
 

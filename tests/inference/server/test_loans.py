@@ -1,4 +1,4 @@
-"""A replica that is lent to a run: whose weights it serves when, and how it comes home."""
+"""A replica lent to a run: whose weights it serves when, and how it is returned."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `etude serve` makes of the directory that it is given."""
+"""How `etude serve` opens the model directory that it is given."""
 
 from __future__ import annotations
 

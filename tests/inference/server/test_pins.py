@@ -1,4 +1,4 @@
-"""Requests pinned to a policy version: answered by it to the last token, or told that it is gone."""
+"""Requests pinned to a policy version: answered by it to the last token, or refused once it is replaced."""
 
 from __future__ import annotations
 

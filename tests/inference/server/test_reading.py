@@ -1,4 +1,4 @@
-"""Readers of answers, whatever the answer is and however it is cut."""
+"""Readers of answers: arbitrary answers in arbitrary chunks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever is wrong with a request is refused by name, and the server goes on."""
+"""Invalid requests are refused with the field's name, and the server keeps working."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""vLLM's own environment, for the tests that run vLLM itself, and what stands for it in the others."""
+"""vLLM's own environment, for tests that run vLLM itself, and its fake for the others."""
 
 from __future__ import annotations
 

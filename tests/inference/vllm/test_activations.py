@@ -1,4 +1,4 @@
-"""Which weights a token came from, by how far its request was at each exchange."""
+"""The weights of each token, derived from its request's progress at each exchange."""
 
 from __future__ import annotations
 

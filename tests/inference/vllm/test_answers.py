@@ -1,4 +1,4 @@
-"""What vLLM answers is read whole, or refused."""
+"""vLLM's answers are parsed completely, or refused."""
 
 from __future__ import annotations
 

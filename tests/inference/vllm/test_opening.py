@@ -1,4 +1,4 @@
-"""The configuration decides which server there is, and how it is started."""
+"""The configuration determines which server is used and how it is started."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A probe tells weights apart, within the noise of their number format."""
+"""A probe distinguishes weights, within the noise of their number format."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is published is what the given tensors compute."""
+"""Published snapshots compute the same as the given tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every sandbox does, with the expected results spelled out; run in real containers."""
+"""The contract of every sandbox with explicit expected results, run in real containers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sandboxes in containers of a real podman: the contract, refusals, and what is left behind."""
+"""Sandboxes in containers of a real podman: the contract, refusals, and cleanup."""
 
 from __future__ import annotations
 

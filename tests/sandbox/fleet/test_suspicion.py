@@ -1,4 +1,4 @@
-"""A host that did not answer is passed over for a moment; snapshots that leave and enter a fleet.
+"""A host that did not answer is skipped for a while; snapshots exported from and imported into a fleet.
 
 In virtual time, but for what goes through files.
 """

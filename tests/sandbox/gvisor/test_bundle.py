@@ -1,4 +1,4 @@
-"""A container's configuration: what is shown, what is bounded, who runs."""
+"""A container's configuration: mounts, limits, user."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a container holds, its kernel included, is read and judged; control groups go with their owner."""
+"""A container's memory, its kernel included, is measured and limited; control groups end with their owner."""
 
 from __future__ import annotations
 

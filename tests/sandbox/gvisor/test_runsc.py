@@ -1,4 +1,4 @@
-"""Finding runsc, and telling what keeps it from working."""
+"""Finding runsc, and diagnosing why it does not work."""
 
 from __future__ import annotations
 

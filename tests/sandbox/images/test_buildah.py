@@ -1,4 +1,4 @@
-"""What buildah is run in: namespaces of its own, which end with all that they hold."""
+"""The namespaces in which buildah runs, which end with all their processes and mounts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Images from Dockerfiles: what buildah is asked and what its answers mean, and builds by a real buildah."""
+"""Images from Dockerfiles: buildah's command lines and results, and builds by a real buildah."""
 
 from __future__ import annotations
 

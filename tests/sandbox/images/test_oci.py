@@ -1,4 +1,4 @@
-"""Images from elsewhere: OCI layouts, archives of `docker save`, and whatever is wrong with them."""
+"""Imported images: OCI layouts, archives of `docker save`, and damaged ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Archives of strangers: read by the standard library, which alone takes damage for the end."""
+"""Untrusted archives: read with the standard library, which by itself takes damage for the end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A proxy on loopback, servers behind it, and what they saw: the network tests' workbench."""
+"""Test bench of the network tests: a proxy on loopback, servers behind it, and records of their traffic."""
 
 from __future__ import annotations
 

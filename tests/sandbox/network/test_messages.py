@@ -1,4 +1,4 @@
-"""Request heads: what is understood is passed on in one reading, everything else is refused."""
+"""Request heads: unambiguous ones are forwarded, all others are refused."""
 
 from __future__ import annotations
 

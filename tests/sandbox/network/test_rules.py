@@ -1,4 +1,4 @@
-"""Which names rules let through, and which texts are no rules."""
+"""Which names rules allow, and which texts are not valid rules."""
 
 from __future__ import annotations
 

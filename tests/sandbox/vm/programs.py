@@ -1,4 +1,4 @@
-"""A program that tells of one life: its memory, an open connection to itself, and a counter."""
+"""A program whose state proves continuity: its memory, an open connection to itself, and a counter."""
 
 from __future__ import annotations
 

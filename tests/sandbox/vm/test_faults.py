@@ -1,4 +1,4 @@
-"""Faults at every step: machines killed and disks full while a guest is saved and woken."""
+"""Faults at every step: machines killed and disks full while a guest is saved and restored."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a test method uses of its class is told as names of its own."""
+"""Attributes of its class that a test method uses become plain names."""
 
 from __future__ import annotations
 

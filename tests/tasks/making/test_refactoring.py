@@ -1,4 +1,4 @@
-"""Smells that are planted: ruff finds them too, and what leaves or moves one does not count as done."""
+"""Planted code smells: ruff finds them too, and leaving or moving one does not count as solved."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Symptoms are told by what stands alone: with the values that the failing test had."""
+"""Symptoms are described by self-contained scripts with the values of the failing test."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Past changes are undone in the present text, hunk by hunk, where nobody has been since."""
+"""Past changes are reverted in the current text, hunk by hunk, where it has not changed since."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What clients say of their tools, and bodies in general: taken, or refused with the field's name."""
+"""Clients' tool definitions and request bodies: accepted, or refused with the field's name."""
 
 from __future__ import annotations
 

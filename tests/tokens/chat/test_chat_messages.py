@@ -1,4 +1,4 @@
-"""Messages are told apart by what they say, however it is written."""
+"""Messages are distinguished by their content, whatever its format."""
 
 from __future__ import annotations
 

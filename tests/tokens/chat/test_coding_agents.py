@@ -1,4 +1,4 @@
-"""What coding agents send and need: of Claude Code 2.1.197, Codex 0.171, pi 0.73.1, Cline 3.0.65."""
+"""Requests and requirements of coding agents: Claude Code 2.1.197, Codex 0.171, pi 0.73.1, Cline 3.0.65."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests let every rank do. Plain data in, plain data out."""
+"""Functions that tests run on every rank, with plain data as arguments and results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests let tensor ranks do: small models of each architecture, and what is found with them."""
+"""Functions that tests run on tensor-parallel ranks: small models of each architecture, and their results."""
 
 from __future__ import annotations
 

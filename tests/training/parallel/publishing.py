@@ -1,4 +1,4 @@
-"""What tests let every rank do with weights that all publish together."""
+"""Functions that tests run on every rank to publish weights together."""
 
 from __future__ import annotations
 

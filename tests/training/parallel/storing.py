@@ -1,4 +1,4 @@
-"""What tests of checkpoints let every rank do."""
+"""Functions that tests of checkpoints run on every rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How sequences are cut for context ranks: nothing twice, nothing forgotten, work alike."""
+"""Splitting of sequences for context ranks: every token once, and balanced work."""
 
 from __future__ import annotations
 

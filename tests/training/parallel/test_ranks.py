@@ -1,4 +1,4 @@
-"""One process as a group of one, and how a plan is dealt out."""
+"""One process as a group of one, and distribution of a plan over ranks."""
 
 from __future__ import annotations
 

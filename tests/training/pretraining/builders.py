@@ -1,4 +1,4 @@
-"""Corpora and sources for tests, made of nothing but a few words."""
+"""Small corpora and sources for tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Longer windows: what changes, and that what is short is not disturbed."""
+"""Longer context windows: changes for long sequences, none for short ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Filling in: nothing is lost or added, whatever is cut where."""
+"""Fill-in-the-middle: no text is lost or added, wherever it is cut."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors as training leaves them, and as nobody would."""
+"""Tensors like those of training, and pathological ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small trees, and ripgrep itself as the judge of what a search must find."""
+"""Small trees, and ripgrep as the reference for search results."""
 
 from __future__ import annotations
 

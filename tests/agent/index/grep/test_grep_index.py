@@ -1,4 +1,4 @@
-"""The index on disk: whole or refused, made anew only where files changed, never half-written."""
+"""The index on disk: complete or refused, rebuilt only for changed files, written atomically."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests of semantic search share."""
+"""Helpers for tests of semantic search."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The labelled set of the benchmark: no answer may carry its question."""
+"""The benchmark's labelled set: no answer may contain its question."""
 
 from __future__ import annotations
 
