@@ -86,9 +86,9 @@ def merge_other_results(path: Path) -> None:
     """Copies the figures of `_FROM` from the folder of `path` into it, with the commits of measurement."""
     result = json.loads(path.read_text(encoding="utf-8"))
     for name, keys in _FROM.items():
-        beside = path.parent / name
-        if beside.exists():
-            found = json.loads(beside.read_text(encoding="utf-8"))
+        other = path.parent / name
+        if other.exists():
+            found = json.loads(other.read_text(encoding="utf-8"))
             result["figures"] |= {key: found["figures"][key] for key in keys}
             result.setdefault("parts", {})[name.removesuffix(".json")] = {"commit": found["commit"]}
     path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")

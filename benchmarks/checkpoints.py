@@ -61,10 +61,14 @@ def main() -> None:
     for _ in range(arguments.rounds):
         for asynchronous, found in rows.items():
             found.append(save_once(model, state, asynchronous=asynchronous))
-    waiting, beside = (
+    synchronous_s, asynchronous_s = (
         statistics.median(row["blocked_s"] for row in rows[asynchronous]) for asynchronous in (False, True)
     )
-    figures = {"blocked_s": beside, "blocked_synchronous_s": waiting, "blocked_ratio": waiting / beside}
+    figures = {
+        "blocked_s": asynchronous_s,
+        "blocked_synchronous_s": synchronous_s,
+        "blocked_ratio": synchronous_s / asynchronous_s,
+    }
     for name, value in figures.items():
         print(f"{name:24} {value:8.2f}")
     if arguments.json:

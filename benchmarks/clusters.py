@@ -153,9 +153,9 @@ class Run:
     def _disturb(self, disturbances: Disturbances, training: Any, samplers: list[Any]) -> None:
         self._wait_for_steps(training, 1)
         first, second = self._net.others
-        first.cut()
+        first.cut_link()
         time.sleep(disturbances.outage_s)
-        first.mend()
+        first.restore_link()
         self._wait_for_steps(training, 2)
         samplers[1].send_signal(signal.SIGKILL)
         samplers[1].wait()

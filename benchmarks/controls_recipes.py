@@ -81,14 +81,14 @@ class Reference:
         names = ("first_edit_ceiling", "masked_ablation")
         return found | {f"observed_{name}": observed[name] for name in names if name in observed}
 
-    def beside(self, name: str, *changes: str) -> RunConfig:
+    def derive_config(self, name: str, *changes: str) -> RunConfig:
         """The run's configuration with changes, for a run directory next to it."""
         names = (f'name="{self.run.name}-{name}"', f'runs_directory="{self.run.path.parent}"')
         return load_config(self.run.path / "config.toml", (*names, *_LIGHT, *changes))
 
     def after_midtraining(self, name: str, *changes: str) -> RunConfig:
-        """As `beside`, starting from the mid-trained weights from which RL started."""
-        return self.beside(name, f'initial_checkpoint="{self.run.checkpoints / MIDTRAINED}"', *changes)
+        """As `derive_config`, starting from the mid-trained weights from which RL started."""
+        return self.derive_config(name, f'initial_checkpoint="{self.run.checkpoints / MIDTRAINED}"', *changes)
 
 
 Train = Callable[[Reference, "Recipe", int, Pace], dict[str, Trained]]
@@ -176,7 +176,7 @@ def train_midtraining(reference: Reference, recipe: Recipe, number: int, pace: P
     stages, settings = reference.timing["stages"], reference.run.config.midtrain
     steps = round(settings.num_steps * (1.0 + stages["rl_s"] / stages["midtrain_s"]))
     changes = (f"midtrain.num_steps={steps}", "rl.num_steps=0", *recipe.trials[number])
-    run, report = _finish(reference.beside(f"{recipe.name}-{number}-{steps}", *changes))
+    run, report = _finish(reference.derive_config(f"{recipe.name}-{number}-{steps}", *changes))
     return {"wall": Trained(run.checkpoints / FINAL, report["stages"]["midtrain_s"] - stages["midtrain_s"])}
 
 
@@ -195,7 +195,7 @@ def train_rejection_once(reference: Reference, recipe: Recipe, number: int, pace
         "wall": (_num_within([rollout_s] * len(parts), half_s), half_s * throughput["training_tokens_per_s"]),
         "tokens": (_num_within(sampled, rl.sampled_tokens), trained_in_rl),
     }
-    settings, found = reference.beside("unused", *recipe.trials[number]), dict[str, Trained]()
+    settings, found = reference.derive_config("unused", *recipe.trials[number]), dict[str, Trained]()
     for budget, (num_steps, num_tokens) in budgets.items():
         checkpoint = run.checkpoints / f"{recipe.name}-{number}-{budget}"
         if not checkpoint.exists():

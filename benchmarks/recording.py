@@ -169,9 +169,9 @@ def measure(store: Path) -> dict[str, float]:
         }
         began = time.perf_counter()
         url = f"{url}/sessions/{session['id']}/finish"
-        told = client.post(url, json={"reward": 1.0}, headers=headers).raise_for_status().json()
+        stored = client.post(url, json={"reward": 1.0}, headers=headers).raise_for_status().json()
         figures["finish_ms"] = (time.perf_counter() - began) * 1e3
-        figures["segments"] = float(told["segments"])
+        figures["segments"] = float(stored["segments"])
     return figures
 
 
@@ -215,7 +215,7 @@ def play_harness(python: str, api: str) -> dict[str, Any]:
             )
             if done.returncode:
                 raise RuntimeError(f"the harness failed: {done.stderr[-2000:]}")
-            told = client.post(
+            stored = client.post(
                 f"{url}/sessions/{session['id']}/finish", json={"reward": 1.0}, headers=headers
             ).json()
         (group,) = TrajectoryLog(store).read()
@@ -225,8 +225,8 @@ def play_harness(python: str, api: str) -> dict[str, Any]:
         return {
             **agent,
             "turns": len(trajectory.turns),
-            "segments": told["segments"],
-            "sampled_tokens": told["sampled_tokens"],
+            "segments": stored["segments"],
+            "sampled_tokens": stored["sampled_tokens"],
             "expected_tokens": expected,
             "tally_written": (work / "tally.py").is_file(),
         }

@@ -11,13 +11,13 @@ from hypothesis import HealthCheck, settings
 # Before torch is imported: two spinning compute threads on two busy cores are far slower than one.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# Before Ray is imported, whichever test does so first: it listens on loopback alone, and its workers have as
-# much of busy cores as the tests beside them.
+# Before any test imports Ray: it listens on loopback only, and its workers have the same priority on busy
+# cores as the tests.
 os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
 os.environ.setdefault("RAY_worker_niceness", "0")
 
-# A property holds however long a busy machine takes over one example. A few examples of each in `make test`;
-# many in `.ci/run`, by --hypothesis-profile=thorough.
+# No deadline per example, since the machine may be busy. Few examples of each property in `make test`, more
+# in `.ci/run`, by --hypothesis-profile=thorough.
 for profile, num_examples in (("quick", 20), ("thorough", 40)):
     settings.register_profile(
         profile,
@@ -33,7 +33,7 @@ ALL_SLOW = re.compile(r"^pytestmark = .*pytest\.mark\.slow\b", re.MULTILINE)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Where slow tests are left out, a file with slow tests only is not imported: imports take seconds."""
+    """Without slow tests, skips importing files that have only slow ones: imports take seconds."""
     if "not slow" not in config.option.markexpr or not collection_path.name.startswith("test_"):
         return None
     text = collection_path.read_text(encoding="utf-8")
@@ -52,11 +52,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Turns the skip of a foreign test into a failure where all of them must run."""
+    """With --foreign-must-run, reports a skipped foreign test as failed."""
     report = yield
     must_run = item.config.getoption("--foreign-must-run") and item.get_closest_marker("foreign") is not None
     if must_run and report.skipped and not hasattr(report, "wasxfail"):
-        assert isinstance(report.longrepr, tuple), "what a skip leaves: file, line, reason"
+        assert isinstance(report.longrepr, tuple), "longrepr of a skip: file, line, reason"
         report.outcome = "failed"
         report.longrepr = f"it must run here, and was skipped: {report.longrepr[2]}"
     return report

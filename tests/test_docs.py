@@ -40,7 +40,7 @@ def test_readme_names_every_page() -> None:
 
 
 def _shown_commands(text: str) -> list[str]:
-    """Commands in code blocks and inline code, without comments; a line that ends in a backslash goes on."""
+    """Commands in code blocks and inline code, without comments; joins lines that end in a backslash."""
     code = re.findall(r"```\w*\n(.*?)```|(?<!`)`(etude [^`]+)`", text, re.DOTALL)
     lines = "\n".join(block or inline for block, inline in code).replace("\\\n", " ").splitlines()
     commands = (line.strip().removeprefix("$ ").partition(" #")[0] for line in lines)
@@ -48,7 +48,7 @@ def _shown_commands(text: str) -> list[str]:
 
 
 def _unknown_options(found: Any, command: str) -> list[str]:
-    """Words of a command line that are options which its command, below `found`, does not have."""
+    """Options in a command line that its command, below `found`, does not have."""
     words = command.partition(" -- ")[0].split()[1:]
     while words and hasattr(found, "get_command") and found.get_command(None, words[0]) is not None:
         found = found.get_command(None, words.pop(0))

@@ -17,7 +17,7 @@ EVERY_COMMAND = (
     "group = typer.main.get_command(etude.cli.app)\n"
     "for name in group.commands: group.get_command(None, name)\n"
 )
-"""The command line imports a command when it is asked for."""
+"""Imports every command: the command line imports each only when it is used."""
 
 
 @pytest.mark.parametrize("imports", [*(f"import etude.{name}\n" for name in LIGHT), EVERY_COMMAND])
@@ -69,7 +69,7 @@ def test_training_needs_no_extra_and_nothing_that_only_servers_need() -> None:
     missing = sorted(_modules_of(extras) - _modules_of(project["dependencies"]) | serving)
     assert "pytest" in missing
     code = (
-        f"import sys; sys.modules |= dict.fromkeys({missing!r})\n"  # None there: not to be imported
+        f"import sys; sys.modules |= dict.fromkeys({missing!r})\n"  # None in sys.modules makes an import fail
         f"{EVERY_COMMAND}import etude.controller.train, etude.controller.pretraining, etude.controller.sft\n"
         "import etude.controller.parity, etude.controller.recorded, etude.cli.train, etude.cli.evaluate\n"
     )
@@ -78,7 +78,7 @@ def test_training_needs_no_extra_and_nothing_that_only_servers_need() -> None:
 
 
 def _modules_of(requirements: list[str]) -> set[str]:
-    """Importable names of the installed ones among the distributions."""
+    """Importable module names of those distributions that are installed."""
     wanted = {re.split(r"[^A-Za-z0-9.-]", line)[0].lower() for line in requirements}
     found = importlib.metadata.packages_distributions().items()
     return {module for module, names in found if wanted & {name.lower() for name in names}} - {"etude"}
@@ -126,22 +126,24 @@ def test_servers_are_asked_in_one_place() -> None:
     assert found == [source / "serving" / "client.py"]
 
 
-LEFT_OVER = {}
-"""Modules that do by hand what `etude.kit` does, and why."""
+EXCEPTIONS = {}
+"""Module -> functions of `etude.kit` that it implements itself."""
 
 
 def test_files_become_durable_and_tasks_are_kept_in_one_place() -> None:
     source, found = ROOT / "src" / "etude", dict[str, set[str]]()
     for path in source.rglob("*.py"):
         name = path.relative_to(source).as_posix()
-        if not name.startswith(("kit/", "serving/", "sandbox/inside/")):  # what is inside runs on its own
+        if not name.startswith(
+            ("kit/", "serving/", "sandbox/inside/")
+        ):  # code inside sandboxes cannot import the kit
             words = set(filter(None, map(_mechanism, ast.walk(ast.parse(path.read_bytes())))))
             found |= {name: words} if words else {}
-    assert found == LEFT_OVER
+    assert found == EXCEPTIONS
 
 
 def _mechanism(node: ast.AST) -> str | None:
-    """What of the kit's work a call does: `path.replace(other)` and its like, with one argument, rename."""
+    """The kit's function that a call duplicates, if any. `path.replace(other)` with one argument renames."""
     if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
         return None
     name = node.func.attr

@@ -15,11 +15,11 @@ PROGRAMS = (
     "etude.environment.making.suite_inside",  # runs a project's tests in a sandbox
     "etude.inference.vllm.worker",  # what vLLM's interpreter runs
 )
-"""Started by path, in another interpreter: they and all below them."""
+"""Modules started by path in another interpreter, with all their submodules."""
 PUBLIC = {
     "etude.inference.server.client": "serving.md",
 }
-"""API for readers' own programs, and the page of the docs that shows it."""
+"""Public API for users' programs -> the page of the docs that shows it."""
 STAND_INS = re.compile(r"(^|\.)(fakes?|simulations?|simulated|faulty)(_\w+)?(\.|$)")
 NO_STAND_INS = (
     "etude.agent.simulated_user",  # answers the agent's questions in rollouts
@@ -36,7 +36,7 @@ def _below(name: str, roots: Iterable[str]) -> bool:
 
 
 def _reached(starts: Iterable[str]) -> set[str]:
-    """What these modules import, anywhere in them, and so on; with the packages that they lie in."""
+    """All modules that these import directly or indirectly, anywhere in them, and their parent packages."""
     graph = grimp.build_graph("etude", cache_dir=None)
     todo, reached = list(starts), set[str]()
     while todo:

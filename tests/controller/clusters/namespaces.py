@@ -74,12 +74,12 @@ class Cluster:
         path.touch()
         return path
 
-    def cut(self) -> None:
-        """Pulls the cable: nobody is told."""
+    def cut_link(self) -> None:
+        """Takes the link down, without notifying any process."""
         ip("-n", self.bridge, "link", "set", self.link, "down")
 
-    def mend(self) -> None:
-        """Plugs the cable in again."""
+    def restore_link(self) -> None:
+        """Brings the link up again."""
         ip("-n", self.bridge, "link", "set", self.link, "up")
 
     def link_bytes(self) -> tuple[int, int]:
