@@ -28,18 +28,26 @@ def measure_summaries(run: Path) -> Figures:
     off = config.model_copy(update={"agent": config.agent.model_copy(update={"summary_at_tokens": 0})})
     trained = _play(directory, config, tasks, "final")
     without = _play(directory, off, tasks, "final")
-    low, high = clopper_pearson(sum(_passed(one) for one in trained), len(trained))
-    lengths = [sum(len(segment.tokens) for segment in one.segments) for one in trained if _passed(one)]
+    low, high = clopper_pearson(sum(_passed(trajectory) for trajectory in trained), len(trained))
+    lengths = [
+        sum(len(segment.tokens) for segment in trajectory.segments)
+        for trajectory in trained
+        if _passed(trajectory)
+    ]
     return {
         "summary_task_pass_with": _rate(trained),
         "summary_task_pass_with_low": low,
         "summary_task_pass_with_high": high,
         "summary_task_pass_without": _rate(without),
         "summary_task_files": float(config.tasks.trail_heldout_lengths[0]),
-        "summary_task_calls": statistics.median(float(one.facts["num_calls"]) for one in trained),
-        "summary_task_contexts": statistics.median(float(len(one.segments)) for one in trained),
+        "summary_task_calls": statistics.median(
+            float(trajectory.facts["num_calls"]) for trajectory in trained
+        ),
+        "summary_task_contexts": statistics.median(float(len(trajectory.segments)) for trajectory in trained),
         "tokens_over_window": statistics.median(lengths) / config.agent.max_tokens if lengths else 0.0,
-        "summary_task_ended_by_limit_without": sum(one.status is Status.LIMIT for one in without)
+        "summary_task_ended_by_limit_without": sum(
+            trajectory.status is Status.LIMIT for trajectory in without
+        )
         / len(without),
     }
 

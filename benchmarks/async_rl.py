@@ -112,12 +112,16 @@ def compare_simulated(num_seeds: int) -> tuple[Figures, dict[str, Any]]:
         "async_vs_sync_trajectories_least": min(
             ours / theirs for ours, theirs in zip(rates[f"async {_BOUND}"], sync, strict=True)
         ),
-        "engine_busy_share": statistics.median(one.engine_busy_share for one in best),
-        "engine_busy_share_sync": statistics.median(one.engine_busy_share for one in outcomes["sync"]),
-        "trainer_busy_share": statistics.median(one.trainer_busy_share for one in best),
-        "trainer_busy_share_sync": statistics.median(one.trainer_busy_share for one in outcomes["sync"]),
-        "largest_lag": float(max(max(one.lags) for one in best)),
-        "dropped_for_age_share": max(row["left_out_share"] for one in best for row in _rl_rows(one)),
+        "engine_busy_share": statistics.median(outcome.engine_busy_share for outcome in best),
+        "engine_busy_share_sync": statistics.median(
+            outcome.engine_busy_share for outcome in outcomes["sync"]
+        ),
+        "trainer_busy_share": statistics.median(outcome.trainer_busy_share for outcome in best),
+        "trainer_busy_share_sync": statistics.median(
+            outcome.trainer_busy_share for outcome in outcomes["sync"]
+        ),
+        "largest_lag": float(max(max(outcome.lags) for outcome in best)),
+        "dropped_for_age_share": max(row["left_out_share"] for outcome in best for row in _rl_rows(outcome)),
     }
     for bound in (1, 2):
         figures[f"async_vs_sync_trajectories_bound_{bound}"] = median_ratio(rates[f"async {bound}"], sync)
@@ -168,9 +172,9 @@ def scale(most_sessions: int) -> Figures:
         )
         rl = {"num_steps": 2, "max_staleness": 1, "groups_per_step": count // 16, "group_size": 8}
         outcomes = [simulate(machine, rl, count, seed) for seed in range(5 if count < 10_000 else 1)]
-        cost = statistics.median(1e6 * one.cpu_s / one.turns for one in outcomes)
+        cost = statistics.median(1e6 * outcome.cpu_s / outcome.turns for outcome in outcomes)
         figures[f"cost_per_turn_us_at_{count}"] = cost
-        figures["sessions_per_controller"] = float(max(one.most_running for one in outcomes))
+        figures["sessions_per_controller"] = float(max(outcome.most_running for outcome in outcomes))
         print(f"{count} sessions: {cost:.0f} us per turn; {_describe(outcomes[0])}", flush=True)
     return figures
 
@@ -184,14 +188,14 @@ def _describe(outcome: Outcome) -> str:
 
 
 def _describe_all(outcomes: list[Outcome]) -> dict[str, float]:
-    rates = [one.trained / one.virtual_s for one in outcomes]
-    left_out = [row.get("left_out_share", 0.0) for one in outcomes for row in _rl_rows(one)[-1:]]
-    lags = [lag for one in outcomes for lag in one.lags]
+    rates = [outcome.trained / outcome.virtual_s for outcome in outcomes]
+    left_out = [row.get("left_out_share", 0.0) for outcome in outcomes for row in _rl_rows(outcome)[-1:]]
+    lags = [lag for outcome in outcomes for lag in outcome.lags]
     return {
         "trained_per_s": statistics.median(rates),
-        "ended_per_s": statistics.median(one.ended / one.virtual_s for one in outcomes),
-        "engine_busy_share": statistics.median(one.engine_busy_share for one in outcomes),
-        "trainer_busy_share": statistics.median(one.trainer_busy_share for one in outcomes),
+        "ended_per_s": statistics.median(outcome.ended / outcome.virtual_s for outcome in outcomes),
+        "engine_busy_share": statistics.median(outcome.engine_busy_share for outcome in outcomes),
+        "trainer_busy_share": statistics.median(outcome.trainer_busy_share for outcome in outcomes),
         "mean_lag": statistics.fmean(lags),
         "largest_lag": float(max(lags)),
         "left_out_share": statistics.median(left_out),

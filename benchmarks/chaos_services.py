@@ -141,5 +141,5 @@ def open_servers(directory: Path) -> Iterator[Servers]:
     try:
         yield Servers(servers, settings, to_store)
     finally:
-        for one in servers.values():
-            one.stop()
+        for started in servers.values():
+            started.stop()

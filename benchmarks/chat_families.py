@@ -450,11 +450,15 @@ def measure_families(find_gguf: Callable[[], Path]) -> tuple[Figures, dict[str, 
     """(figures, each family's result in words). Raises FetchError."""
     outcomes = [measure_family(family) for family in families(find_gguf)]
     figures: Figures = {
-        "families_exact": float(sum(one.is_exact and not one.family.is_built for one in outcomes)),
-        "families_built": float(sum(one.is_exact and one.family.is_built for one in outcomes)),
-        "control_tokens_from_content": float(sum(one.control_tokens_from_content for one in outcomes)),
+        "families_exact": float(
+            sum(outcome.is_exact and not outcome.family.is_built for outcome in outcomes)
+        ),
+        "families_built": float(sum(outcome.is_exact and outcome.family.is_built for outcome in outcomes)),
+        "control_tokens_from_content": float(
+            sum(outcome.control_tokens_from_content for outcome in outcomes)
+        ),
     }
-    return figures, {one.family.name: _describe(one) for one in outcomes}
+    return figures, {outcome.family.name: _describe(outcome) for outcome in outcomes}
 
 
 def _describe(outcome: Outcome) -> str:

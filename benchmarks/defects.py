@@ -91,10 +91,10 @@ def read_defects(path: Path = _LIST) -> list[Defect]:
     """Reads the list. Raises TypeError for unknown or missing fields, ValueError unless `old` occurs once."""
     rows = tomllib.loads(path.read_text(encoding="utf-8"))["defect"]
     defects = [Defect(**{**row, "tests": tuple(f"tests/{place}" for place in row["tests"])}) for row in rows]
-    for one in defects:
-        count = (_CHECKOUT / _SOURCES / one.file).read_text(encoding="utf-8").count(one.old)
+    for defect in defects:
+        count = (_CHECKOUT / _SOURCES / defect.file).read_text(encoding="utf-8").count(defect.old)
         if count != 1:
-            raise ValueError(f"{one.name}: its old text stands {count} times in {one.file}; it must be once")
+            raise ValueError(f"{defect.name}: old text occurs {count} times in {defect.file}, not once")
     return defects
 
 
@@ -201,7 +201,9 @@ def without_false(copy: Copy, findings: Sequence[Finding]) -> list[Finding]:
     """The findings; defects whose test also fails on a copy without defects count as not caught."""
     named = sorted({found.by for found in findings if found.caught})
     failed = copy.failures((*named, *_FAST), WHOLE_TIMEOUT_S) if named else []
-    return [replace(one, caught=False, by="") if one.by in failed else one for one in findings]
+    return [
+        replace(finding, caught=False, by="") if finding.by in failed else finding for finding in findings
+    ]
 
 
 def main() -> int:
@@ -212,9 +214,9 @@ def main() -> int:
     parser.add_argument("--name", action="append", default=[], help="this defect only; may be repeated")
     parser.add_argument("--whole", action="store_true", help="the whole fast suite for those that survive")
     options = parser.parse_args()
-    defects = [one for one in read_defects() if not options.name or one.name in options.name]
+    defects = [defect for defect in read_defects() if not options.name or defect.name in options.name]
     if not defects:
-        parser.error(f"no such defect; there are: {', '.join(one.name for one in read_defects())}")
+        parser.error(f"no such defect; there are: {', '.join(defect.name for defect in read_defects())}")
     began_at = time.strftime("%Y-%m-%d %H:%M", time.gmtime())
     findings: list[Finding] = []
     with tempfile.TemporaryDirectory(prefix="defects-") as directory, hidden_programs() as path:

@@ -205,7 +205,7 @@ def measure(run: Path) -> tuple[Figures, dict[str, Any]]:
     rows = [row for row in read_metrics(run / "metrics.jsonl") if row["kind"] == "rl"]
     groups = list(TrajectoryLog(run / "trajectories").read())
     sessions = [member for group in groups for member in group.members]
-    versions = sorted({one.oldest_version.step for one in sessions if one.oldest_version})
+    versions = sorted({session.oldest_version.step for session in sessions if session.oldest_version})
     steps = [
         {
             name: row[name]
@@ -213,7 +213,7 @@ def measure(run: Path) -> tuple[Figures, dict[str, Any]]:
         }
         for row in rows
     ]
-    harness_s = [one.timings["harness_s"] for one in sessions if "harness_s" in one.timings]
+    harness_s = [session.timings["harness_s"] for session in sessions if "harness_s" in session.timings]
     figures = {
         "harness_steps": float(sum(row["trained_groups"] > 0 for row in rows)),
         "sessions": float(len(sessions)),
@@ -226,7 +226,7 @@ def measure(run: Path) -> tuple[Figures, dict[str, Any]]:
         "parity_k3_worst": max(row.get("parity_k3", 0.0) for row in rows),
         "session_s_median": statistics.median(harness_s),
     }
-    return figures, {"steps": steps, "causes": sorted({one.cause for one in sessions})}
+    return figures, {"steps": steps, "causes": sorted({session.cause for session in sessions})}
 
 
 if __name__ == "__main__":

@@ -70,7 +70,7 @@ def test_shown_commands_have_their_options() -> None:
 
 
 def test_docs_and_sources_use_plain_words() -> None:
-    folders = ("src", "examples", "benchmarks", "tests/fakes")
+    folders = ("src", "examples", "tests/fakes")
     sources = [file for folder in folders for file in (ROOT / folder).rglob("*.py")]
     found = [
         f"{file.name}: {match.group()}"
