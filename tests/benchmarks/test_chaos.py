@@ -53,7 +53,7 @@ def test_a_run_whose_processes_are_killed_at_random_trains_every_prompt_once(tmp
 
 
 def _group(number: int, versions: Sequence[int], task: str = "", size: int = 2) -> Group:
-    """A group whose members were sampled by these versions, one after another."""
+    """A group whose members were sampled by these versions in turn."""
     members = []
     for index in range(size):
         made = make_trajectory(index, group=number, num_turns=len(versions))
@@ -70,7 +70,7 @@ def _group(number: int, versions: Sequence[int], task: str = "", size: int = 2) 
 def _left_behind(
     directory: Path, groups: Sequence[Group], state: dict[str, Any], taken: Sequence[int]
 ) -> Audit:
-    """What the audit says of a run that logged these groups, saved this state, and took so many a step."""
+    """The audit of a run with these logged groups, saved state and groups per step."""
     log = TrajectoryLog(directory / "trajectories")
     for group in groups:
         log.append([group])
@@ -99,8 +99,8 @@ def test_the_audit_finds_nothing_wrong_with_a_whole_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("numbers", "next_task", "taken", "lost", "repeated"),
     [
-        ([0, 1, 3], 4, [2, 2], 1, 0),  # a number was passed over
-        ([0, 1, 2, 3], 4, [2, 1], 1, 0),  # kept, and never trained on
+        ([0, 1, 3], 4, [2, 2], 1, 0),  # a number was skipped
+        ([0, 1, 2, 3], 4, [2, 1], 1, 0),  # logged, but never trained on
         ([0, 1, 2, 3], 4, [2, 3], 0, 1),  # trained on twice
         ([0, 1], 2, [2], 1, 0),  # a step was not taken
     ],
@@ -202,7 +202,7 @@ def test_a_server_that_was_killed_comes_back_at_its_address(tmp_path: Path) -> N
 
 @pytest.fixture
 def family() -> Iterator[subprocess.Popen[bytes]]:
-    """A process with a child that says what it is."""
+    """A process with a recognisable child process."""
     child = "import time; time.sleep(600)"
     code = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {child!r}]).wait()"
     with subprocess.Popen([sys.executable, "-c", code]) as process:

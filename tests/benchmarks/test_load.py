@@ -126,7 +126,7 @@ def test_errors_are_counted_by_their_code_and_end_their_session() -> None:
 
 
 def saying(*events: str) -> FastAPI:
-    """A server that answers everything with these events."""
+    """A server that answers every request with these events."""
     app = FastAPI()
 
     async def answer() -> Response:

@@ -1,4 +1,4 @@
-"""A run that also trains on the families that only acting solves."""
+"""A run that also trains on the `acting` families."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Code documents come from the train split only, always the same."""
+"""Code documents come from the train split only and are deterministic."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Composed tasks: every combination of bug kinds is of one split, every bug counts, and a test run leads from
-one to the next."""
+"""Composed tasks: every combination of bug kinds belongs to one split, every bug counts, and each test run
+shows the next bug."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_every_kind_is_known_from_other_pairs(split: FunctionSplit) -> None:
 
 
 def set_of(chosen: list[Combination]) -> set[frozenset[str]]:
-    """Without their order."""
+    """The combinations as sets, without their order."""
     return {frozenset(kinds) for kinds in chosen}
 
 

@@ -110,14 +110,14 @@ def test_documents_that_do_not_fit_are_left_out_whole(
 
 
 def write_shipped_sessions(directory: Path, corpus: SessionCorpus, num_sessions: int) -> None:
-    """How a file of sessions that is shipped is made, and beside it their number."""
+    """Writes a shipped file of sessions, and a file with their number next to it."""
     sessions = generate_corpus(num_sessions, CORPUS_SEED, num_workers=1, script=corpus.script)
     save_corpus(sessions, directory / corpus.file)
     (directory / corpus.file).with_suffix(".count").write_text(f"{num_sessions}\n")
 
 
 def write_shipped_fixes(directory: Path, num_fixes: int) -> None:
-    """The same for fixes."""
+    """Writes the shipped file of fixes, and a file with their number."""
     save_lines(list(fix_documents(CORPUS_SEED + 1, num_fixes)), directory / SHIPPED_FIXES)
     (directory / SHIPPED_FIXES).with_suffix(".count").write_text(f"{num_fixes}\n")
 

@@ -21,12 +21,12 @@ Turns = list[tuple[tuple[ToolCall | str, ...], list[ToolResult]]]
 
 
 def play(task: Task, seed: int, skill: ExpertSkill | None = None) -> tuple[Workspace, Turns]:
-    """One whole session."""
+    """Plays a whole session of the expert with this skill."""
     return play_expert(task, Expert(task, Random(seed), skill))
 
 
 def play_expert(task: Task, expert: Expert) -> tuple[Workspace, Turns]:
-    """One whole session of this expert's."""
+    """Plays a whole session of this expert."""
     workspace = Workspace(task)
     turns: Turns = []
     results: list[ToolResult] | None = None

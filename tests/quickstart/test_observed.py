@@ -38,7 +38,7 @@ _SALT = re.compile(r'b"([0-9a-f]{8})"')
 
 
 def outputs_of(task: Task, *calls: ToolCall) -> list[str]:
-    """What the real tools answer, in a sandbox in memory."""
+    """Results of the real tools on an in-memory sandbox."""
 
     async def run() -> list[str]:
         sandbox = await MemoryBackend().create(Template(task.files, task.id))
@@ -51,7 +51,7 @@ def outputs_of(task: Task, *calls: ToolCall) -> list[str]:
 
 @pytest.mark.parametrize("kind", OBSERVED_KINDS)
 def test_all_rules_look_alike_before_a_test_run(kind: ObservedKind) -> None:
-    """But for the salt of a digest everything that an agent can see is the same, byte for byte."""
+    """Except for the salt of a digest, everything visible to an agent is the same, byte for byte."""
     tasks = [ObservedGenerator(3).build("draw", kind, rule, Random("draw")) for rule in range(NUM_RULES)]
     code = {path: text for path, text in tasks[0].files.items() if not path.startswith("tests/")}
     for rule, task in enumerate(tasks):
