@@ -3,6 +3,7 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import etude as package
 from etude.cli import doctor_parts
 from etude.config import parse_config
+from etude.controller.evaluate import find_checkpoint
 from etude.controller.evaluation import EvaluationRequest
 from etude.errors import ToolArgumentError
 from etude.evaluation import EvaluationResult, ModeResult, session_figures
@@ -120,6 +122,14 @@ def test_a_run_that_was_stopped_has_no_model_and_says_how_to_get_one(run: RunDir
         assert "has no trained model yet" in result.stderr
         assert "mid-training" not in result.stderr, "it may be a run of `etude sft`, or of RL alone"
         assert "--resume" in result.stderr and "export" in result.stderr and "latest" in result.stderr
+
+
+def test_a_run_that_was_stopped_in_rl_gives_the_model_before_it_and_warns(run: RunDirectory) -> None:
+    (run.checkpoints / "midtrained").mkdir()
+    with pytest.warns(UserWarning, match=r"has not ended: .*midtrained, from before RL"):
+        assert find_checkpoint(run, None).name == "midtrained"
+    with warnings.catch_warnings(action="error"):
+        assert find_checkpoint(run, "midtrained").name == "midtrained"
 
 
 def test_eval_refuses_what_it_does_not_know(run: RunDirectory, tmp_path: Path) -> None:

@@ -35,6 +35,13 @@ def test_an_existing_run_is_never_overwritten(tmp_path: Path) -> None:
     assert RunDirectory.open(tmp_path / "runs" / "demo").config.seed == 0
 
 
+def test_a_run_in_progress_is_not_called_one_to_be_removed(tmp_path: Path) -> None:
+    with RunDirectory.create(config_in(tmp_path)).lock(), pytest.raises(RunDirectoryError) as raised:
+        RunDirectory.create(config_in(tmp_path))
+    assert "another process is writing this run" in str(raised.value)
+    assert "remove" not in str(raised.value)
+
+
 def test_what_a_killed_process_left_goes_with_the_next_run(tmp_path: Path) -> None:
     left = tmp_path / "runs" / f"{DRAFTS}abc" / "demo" / "trajectories"
     left.mkdir(parents=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import warnings
 from typing import Annotated, Any
 
 import typer
@@ -96,4 +97,11 @@ def main() -> None:
     Exit codes: 0 success, 2 a mistake of the user, 3 a failure of the system, 4 changes were kept back,
     130 interrupted, 141 the reader of the output has closed it.
     """
+    warnings.formatwarning = _format_warning
     app()
+
+
+def _format_warning(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+) -> str:
+    return f"warning: {message}\n"

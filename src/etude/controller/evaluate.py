@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
 from etude.controller.stored import RUN_TOKENIZER
@@ -70,6 +71,11 @@ def find_checkpoint(run: RunDirectory, checkpoint: str | None) -> Path:
     for name in names:
         for directory in (run.checkpoints / name, *(run.checkpoints / series / name for series in _SERIES)):
             if directory.exists():
+                if checkpoint is None and name == MIDTRAINED:
+                    warnings.warn(
+                        f"{run.path} has not ended: this is its checkpoint {name}, from before RL",
+                        stacklevel=2,
+                    )
                 return directory
     known = ", ".join(_names(run)) or "none"
     if checkpoint is None:
@@ -77,8 +83,8 @@ def find_checkpoint(run: RunDirectory, checkpoint: str | None) -> Path:
             "has no trained model yet: it was not trained to its end",
             field="run",
             received=str(run.path),
-            fix=f"continue it with --resume; `etude checkpoint export {run.path} DIR` makes a model of "
-            f"the newest of what it has so far: {known}",
+            fix=f"wait for its end, or continue it with --resume; `etude checkpoint export {run.path} DIR` makes "
+            f"a model of the newest of what it has so far: {known}",
         )
     raise RunDirectoryError(
         "no such checkpoint", field="checkpoint", received=checkpoint, fix=f"one of {known}"

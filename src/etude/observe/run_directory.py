@@ -274,6 +274,12 @@ def _cannot_make(path: Path, error: OSError) -> RunDirectoryError:
 
 
 def _exists(path: Path) -> RunDirectoryError:
+    if (path / "lock").exists():
+        try:
+            with RunDirectory(path).lock():
+                pass
+        except RunDirectoryError as error:
+            return error
     return RunDirectoryError(
         "already exists",
         field="name",

@@ -59,6 +59,25 @@ def test_a_file_that_was_ignored_later_is_kept_back_for_that_reason(tmp_path: Pa
     assert (tmp_path / "notes.txt").read_text() == "mine"
 
 
+def test_a_directory_that_the_repository_around_it_ignores_is_copied_and_written_as_a_whole(
+    tmp_path: Path,
+) -> None:
+    subprocess.run(("git", "init", "-q"), cwd=tmp_path, check=True)
+    (tmp_path / ".gitignore").write_text("/tasks/\n")
+    project = tmp_path / "tasks" / "one"
+    project.mkdir(parents=True)
+    (project / "a").write_text("one")
+
+    async def go() -> None:
+        mirror, sandbox = await mirrored(project)
+        assert set(mirror.box) == {"a"}
+        await sandbox.files.write("b", "two")
+        assert await settle(mirror) == {}
+
+    run(go())
+    assert (project / "b").read_text() == "two"
+
+
 def test_what_was_kept_back_is_forgotten_once_it_is_written(tmp_path: Path) -> None:
     (tmp_path / "a").write_text("one")
 

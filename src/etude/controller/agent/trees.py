@@ -278,10 +278,13 @@ def _walk(root: Path) -> list[str]:
 
 
 def _git(root: Path, arguments: Sequence[str], names: Sequence[str]) -> list[str] | None:
-    """Runs git; returns its NUL-separated output as a list, None outside of a work tree.
+    """Runs git; returns its NUL-separated output as a list, None outside of a work tree, and in a directory
+    that the repository around it ignores as a whole.
 
     Raises ConfigError where there is a work tree and git fails.
     """
+    if _is_ignored(root):
+        return None
     given = "\0".join(names).encode("utf-8", "surrogateescape")
     try:
         listed = run_git(root, *arguments, stdin=given, timeout_s=_GIT_S)
@@ -298,3 +301,11 @@ def _git(root: Path, arguments: Sequence[str], names: Sequence[str]) -> list[str
         else:
             return None
     return [name for name in listed.decode("utf-8", "surrogateescape").split("\0") if name]
+
+
+def _is_ignored(root: Path) -> bool:
+    try:
+        run_git(root, "check-ignore", "-q", ".", timeout_s=_GIT_S)
+    except (OSError, subprocess.SubprocessError):
+        return False  # exit status 1: not ignored; `_git` reports other failures
+    return True
