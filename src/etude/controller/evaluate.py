@@ -83,8 +83,8 @@ def find_checkpoint(run: RunDirectory, checkpoint: str | None) -> Path:
             "has no trained model yet: it was not trained to its end",
             field="run",
             received=str(run.path),
-            fix=f"wait for its end, or continue it with --resume; `etude checkpoint export {run.path} DIR` makes "
-            f"a model of the newest of what it has so far: {known}",
+            fix=f"wait for its end, or continue it with --resume; `etude checkpoint export {run.path} DIR` "
+            f"makes a model of the newest of what it has so far: {known}",
         )
     raise RunDirectoryError(
         "no such checkpoint", field="checkpoint", received=checkpoint, fix=f"one of {known}"
