@@ -1,4 +1,4 @@
-"""Draws the figure of the demonstration: sessions that RL solved by step, and held-out tasks before and after.
+"""Draws the demonstration: sessions that RL solved by step, and held-out tasks before and after it.
 
     python benchmarks/demonstration_plot.py [DIRECTORY] [--plot FILE]
 
