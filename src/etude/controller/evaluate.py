@@ -74,7 +74,7 @@ def find_checkpoint(run: RunDirectory, checkpoint: str | None) -> Path:
                 if checkpoint is None and name == MIDTRAINED:
                     warnings.warn(
                         f"{run.path} has not ended: this is its checkpoint {name}, from before RL",
-                        stacklevel=2,
+                        stacklevel=1,
                     )
                 return directory
     known = ", ".join(_names(run)) or "none"

@@ -274,12 +274,13 @@ def _cannot_make(path: Path, error: OSError) -> RunDirectoryError:
 
 
 def _exists(path: Path) -> RunDirectoryError:
-    if (path / "lock").exists():
+    run = RunDirectory(path)
+    if os.access(run.lock_file, os.W_OK):
         try:
-            with RunDirectory(path).lock():
+            with run.lock():
                 pass
         except RunDirectoryError as error:
-            return error
+            return error  # it is in progress
     return RunDirectoryError(
         "already exists",
         field="name",
