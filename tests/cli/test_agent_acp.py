@@ -487,7 +487,7 @@ def test_input_from_a_file_is_refused(root: Path) -> None:
         env=environment(root),
     )  # fmt: skip
     assert done.returncode == 2
-    assert "--acp: an editor sends its messages through a pipe" in done.stderr
+    assert "--acp: standard input must be a pipe from an editor" in done.stderr
 
 
 @pytest.mark.slow

@@ -190,7 +190,7 @@ def test_json_takes_its_instruction_from_standard_input(root: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "field", "said"),
     [
-        (["--tools", "core"], "--tools", "belong to the session"),
+        (["--tools", "core"], "--tools", "keeps the tools"),
         (["--temperature", "1"], "--temperature", "name the model again"),
         (["--context-tokens", "4096"], "--context-tokens", "name the model again"),
         (["--tool-calls", "text"], "--tool-calls", "name the model again"),

@@ -101,7 +101,7 @@ def test_a_run_is_shown_and_its_damage_found(tmp_path: Path) -> None:
         run / "checkpoints" / "history" / "step-6", load_model(source), {"stage": "rl", "step": 6}
     )
     result = CliRunner().invoke(app, ["checkpoint", "verify", str(run)])
-    assert "--resume continues from an intact checkpoint by itself: history/step-6" in _words(result.stderr)
+    assert "continue with --resume, which uses an intact checkpoint: history/step-6" in _words(result.stderr)
     assert "in a run, --resume" in _words(
         CliRunner().invoke(app, ["checkpoint", "verify", str(run / "checkpoints" / "latest")]).stderr
     )

@@ -100,8 +100,8 @@ def serve(
             polling.register(sys.stdin.fileno(), select.EPOLLIN)
         except PermissionError as error:
             raise ConfigError(
-                "an editor sends its messages through a pipe", field="--acp",
-                received="standard input from a file, or /dev/null", fix="have the editor start the command",
+                "standard input must be a pipe from an editor", field="--acp",
+                received="standard input from a file, or /dev/null", fix="let the editor start this command",
             ) from error  # fmt: skip
     asyncio.run(on_stdio())
 
@@ -330,10 +330,10 @@ class EditorAgent:
                 name, config = _server(server)
                 if choice.run:
                     raise ConfigError(
-                        "a run's model has the tools that it was trained with",
+                        "a run's model can only use the tools that it was trained with",
                         field="mcpServers",
                         received=name,
-                        fix="train with [agent.mcp]",
+                        fix="leave it out, or train with the server in [agent.mcp]",
                     )
                 if name in servers:
                     raise ConfigError("another server has this name", field="mcpServers", received=name)
@@ -394,7 +394,7 @@ def _server(named: Any) -> tuple[str, McpConfig]:
     name = re.sub(r"[^a-z0-9]+", "_", named.name.lower()).strip("_")
     if not isinstance(named, McpServerStdio) or not named.command or not re.match("[a-z]", name):
         raise ConfigError(
-            "only servers that are commands, and whose names begin with a letter, are connected",
+            "only servers started by a command, with a name that begins with a letter, can be connected",
             field="mcpServers",
             received=named.name,
             fix="name a command that speaks MCP on standard input and output",
@@ -416,7 +416,7 @@ def words_of(blocks: Sequence[Any], root: Path) -> str:
                 parts.append(f"\n{_named(block.resource.uri, root)}:\n```\n{block.resource.text}\n```\n")
             case kind:
                 raise ConfigError(
-                    "cannot be read by the agent", field="prompt", received=kind, fix="send text"
+                    "is content that the agent cannot read", field="prompt", received=kind, fix="send text"
                 )
     return "".join(parts)
 

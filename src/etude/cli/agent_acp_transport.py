@@ -46,11 +46,11 @@ class LineTransport:
             try:
                 message = json.loads(line)
             except (ValueError, RecursionError):
-                await self._refuse(PARSE_ERROR, "the line is no JSON")
+                await self._refuse(PARSE_ERROR, "the line is not valid JSON")
                 continue
             if isinstance(message, dict) and _is_sound(message):
                 return message
-            await self._refuse(INVALID_REQUEST, "the line is no message")
+            await self._refuse(INVALID_REQUEST, "the line is not a JSON-RPC message")
 
     async def send(self, message: dict[str, Any]) -> None:
         """Writes one message. Raises ConnectionError if the editor has disconnected."""

@@ -216,7 +216,7 @@ class _AgentProgram:
             self._print_summary(num_files, kept_back, conversation.mode != "preview")
         if unanswered:
             self._print_note(
-                f"refused, because nobody answered: {unanswered} call{'s' * (unanswered != 1)}; --approve "
+                f"{unanswered} call{'s' * (unanswered != 1)} refused for lack of an answer; --approve "
                 "auto-edit allows edits, --approve full commands as well"
             )
         if outcome.cause == STOPPED_BY_USER:
@@ -297,7 +297,7 @@ class _AgentProgram:
             case "/help":
                 self._print_note(_HELP)
             case _:
-                raise UserError("no such command", field=name[:40], fix="/help lists commands")
+                raise UserError("no such command", field=name[:40], fix="type /help to list them")
 
     # ---- both -----------------------------------------------------------------------------------
 
@@ -320,7 +320,7 @@ def _sandbox_of_session(sandbox: SandboxChoice, meta: SessionMeta) -> SandboxCho
     """The sandbox of a resumed session, in place or on a copy as before. Raises ConfigError."""
     if sandbox.in_place and not meta.in_place:
         raise ConfigError(
-            "the session works on a copy",
+            "the session works on a copy of the directory",
             field="--in-place",
             received=meta.id,
             fix="leave it out, or begin a new session without --resume",

@@ -79,7 +79,7 @@ McpOption = Annotated[
     typer.Option("--mcp", metavar="NAME=COMMAND", help="MCP server with tools for the agent. Repeatable."),
 ]
 MaxTurnsOption = Annotated[
-    int | None, typer.Option(min=1, help="Messages of the agent upon one instruction. Default: no limit.")
+    int | None, typer.Option(min=1, help="Most messages of the agent per instruction. Default: no limit.")
 ]
 
 
@@ -131,9 +131,9 @@ def _refuse_options_of_a_model(context: typer.Context) -> None:
             continue
         option = f"--{name.replace('_', '-')}"
         if name == "tools":
-            message = "the tools belong to the session: it continues with those that it started with"
+            message = "a resumed session keeps the tools that it started with"
             fix = "leave it out, or begin a new session without --resume"
         else:
-            message = "belongs to the session's model, and none is named"
+            message = "has no effect on a resumed session unless a model is named"
             fix = "leave it out, or name the model again: --endpoint, --model or --run"
         raise ConfigError(message, field=option, received=context.params[name], fix=fix)

@@ -88,14 +88,12 @@ def _fix_for(path: Path, whole: list[str]) -> str:
     from etude.training.checkpoints.saving import read_state
 
     if (path / "config.json").is_file() and not (path / DIGESTS).is_file():
-        return (
-            "others' models bring no digests.json to compare with: `etude model import` checks and writes one"
-        )
+        return "published models have no digests.json: `etude model import` checks one and writes its hashes"
     if not (path / "config.toml").is_file():
         return "restore it from a copy; in a run, --resume continues from the newest intact checkpoint"
     resumable = [name for name in whole if read_state(path / "checkpoints" / name)]
     if resumable:
-        return f"--resume continues from an intact checkpoint by itself: {', '.join(resumable)}"
+        return f"continue with --resume, which uses an intact checkpoint: {', '.join(resumable)}"
     kept = f"; these checkpoints are intact and can be used: {', '.join(whole)}" if whole else ""
     return f"no intact checkpoint can be resumed: restore a copy, or start another run{kept}"
 

@@ -87,8 +87,8 @@ def _describe_neighbours() -> str:
 
     reason = find_host_ids().reason
     if not reason:
-        return "each sandbox is a user of its own"
-    return f"all sandboxes are one user, so that one can take what the kernel grants a user: {reason}"
+        return "each sandbox runs as a separate user"
+    return f"all sandboxes run as one user, so that one can use up the kernel's limits: {reason}"
 
 
 def _print(found: dict[str, Any]) -> None:
@@ -111,7 +111,7 @@ def _print(found: dict[str, Any]) -> None:
     for problem in found["problems"]:
         console.print(Text.assemble(("problem: ", "bold red"), problem), soft_wrap=True)
     if not found["problems"]:
-        console.print(Text("all is well: sandboxes can be isolated here", style="green"))
+        console.print(Text("no problems found: sandboxes can be isolated here", style="green"))
 
 
 def _gib(count: int) -> str:

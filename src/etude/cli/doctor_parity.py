@@ -95,7 +95,7 @@ def _read(
             "exceeds the model's longest sequence",
             field="--tokens",
             received=num_tokens,
-            fix=f"{longest - 1}",
+            fix=f"set it to {longest - 1} or less",
         )
     if text is None or tokenizer is None:
         return model, random_prompts(model.vocab_size, num_sequences, seed)
@@ -116,7 +116,7 @@ def _print(report: ParityReport, limit: float, *, exact: bool, passed: bool) -> 
     headings = ("trainer against engine", "tokens", "k3", "99 % within", "at most", "not equal")
     print_table(console, headings, rows, range(1, 6))
     if report.routes_differing is not None:
-        console.print(f"experts chosen otherwise: {report.routes_differing:.3%} of places")
+        console.print(f"positions with different experts: {report.routes_differing:.3%}")
     wanted = "equal in every bit" if exact else f"k3 within {limit:g}"
-    verdict = ("passed: ", "green") if passed else ("too far apart: wanted was ", "bold red")
+    verdict = ("passed: ", "green") if passed else ("failed: not ", "bold red")
     console.print(Text.assemble(verdict, wanted))

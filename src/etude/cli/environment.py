@@ -51,7 +51,7 @@ ConfigOption = Annotated[
     ),
 ]
 TenantsShareOption = Annotated[
-    bool, typer.Option("--tenants-share", help="Several tenants though one's sandbox can starve another's.")
+    bool, typer.Option("--tenants-share", help="Allow several tenants although one can starve the others.")
 ]
 EXIT_TELLS = 1
 
@@ -314,7 +314,7 @@ async def _open_place(place: str, tools: str, token: str | None) -> AsyncIterato
                 "is not an environment",
                 field="place",
                 received=place,
-                fix="rollout:local, cloud:local or http://HOST:PORT",
+                fix="give rollout:local, cloud:local or http://HOST:PORT",
             )
         remote = RemoteEnvironment(place, token)
         stack.push_async_callback(remote.close)

@@ -65,7 +65,7 @@ SettingsOption = Annotated[
     typer.Option(
         "--set",
         metavar="KEY=VALUE",
-        help="Another agent, images, sandbox or tasks, such as agent.index=meaning. Repeatable.",
+        help="Override agent, images, sandbox or tasks, such as agent.index=meaning. Repeatable.",
     ),
 ]
 
@@ -95,15 +95,15 @@ def run_command(
     config: Annotated[
         Path | None,
         typer.Option(
-            help="TOML file: its sections agent, images, sandbox, tasks count in place of the model's own."
+            help="TOML file whose sections agent, images, sandbox and tasks replace the model's own."
         ),
     ] = None,
     max_turns: Annotated[
-        int, typer.Option(min=1, help="Turns of a session with a model that is not a run's.")
+        int, typer.Option(min=1, help="Most turns per session, for a model that does not come from a run.")
     ] = 100,
     backend: Annotated[str, typer.Option(help="Sandbox backend: short for --set sandbox.backend=NAME.")] = "",
-    input_price: Annotated[float, typer.Option(min=0, help="Price of a million tokens read.")] = 0.0,
-    output_price: Annotated[float, typer.Option(min=0, help="Price of a million tokens sampled.")] = 0.0,
+    input_price: Annotated[float, typer.Option(min=0, help="Price of a million input tokens.")] = 0.0,
+    output_price: Annotated[float, typer.Option(min=0, help="Price of a million output tokens.")] = 0.0,
     as_markdown: MarkdownOption = False,
     as_json: JsonOption = False,
 ) -> None:

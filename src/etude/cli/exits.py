@@ -58,7 +58,7 @@ class ErrorReportingGroup(TyperGroup):
         except OSError as error:
             if error.errno not in _PLACE_ERRORS:
                 raise
-            fix = "name another place, free some, or change its permissions"
+            fix = "name another path, free disk space, or change the permissions"
             place = None if error.filename is None else str(error.filename)
             print_error(UserError(error.strerror or str(error), field=place, fix=fix))
             raise typer.Exit(EXIT_MISTAKE) from None

@@ -86,7 +86,7 @@ class WeightFollower:
             self._seen = self._polled
             _log.error("new weights are not served: %s", error)
         except Exception as error:  # polling continues after any error
-            _log.error("new weights are not served, and tried again: %s", error)
+            _log.error("new weights are not served yet, trying again: %s", error)
 
     async def _serve(self, checkpoint: Path) -> None:
         from etude.weights import describe_tensors
@@ -96,7 +96,7 @@ class WeightFollower:
         await self.engine.service.stage(manifest, tensors)
         await self.engine.service.activate(manifest.version)
         self.version = manifest.version
-        _log.warning("%s is served, from %s", manifest.version, checkpoint)
+        _log.warning("now serving %s from %s", manifest.version, checkpoint)
 
     def _load(self, checkpoint: Path) -> tuple[PolicyVersion, Mapping[str, Tensor]]:
         from etude.model import LanguageModel
@@ -108,10 +108,10 @@ class WeightFollower:
         model, state = load_checkpoint(checkpoint) if is_run else (load_model(checkpoint), None)
         if not isinstance(model, LanguageModel) or model.config != self.engine.config:
             raise _OtherModelError(
-                "a checkpoint of another model",
+                "is a checkpoint of another model",
                 field="--follow",
                 received=str(checkpoint),
-                fix="serve it afresh",
+                fix="start a new server for it",
             )
         version = replace(self.version, step=self.version.step + 1, digest="")
         if state is not None and "lineage" in state and "step" in state:

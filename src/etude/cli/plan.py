@@ -29,7 +29,7 @@ def plan_command(
     """
     chosen = chosen_file(file, config)
     if chosen is None:
-        raise UserError("no file was named", field="FILE", fix="such as etude plan configs/quickstart.toml")
+        raise UserError("no file was given", field="FILE", fix="run etude plan configs/quickstart.toml")
     from etude.controller.planning import check_fits, make_plan
 
     plan = make_plan(load_config(chosen, overrides or []))
@@ -68,16 +68,16 @@ def _print(plan: Plan) -> None:
     console, sizes = output_console(), plan.sizes
     console.print(
         f"{plan.config.model.architecture}: {sizes.parameters / 1e6:,.1f} M parameters, "
-        f"{sizes.active_parameters / 1e6:,.1f} M meet each token; {plan.place.dtype} on {plan.place.device}"
+        f"{sizes.active_parameters / 1e6:,.1f} M active per token; {plan.place.dtype} on {plan.place.device}"
     )
     for memory in plan.memory:
         console.print(_memory_table(memory))
     console.print(_step_table(plan))
     rates = plan.rates
-    origin = f"measured on {rates.device}: {', '.join(rates.measured)}" if rates.measured else "as supposed"
+    origin = f"measured on {rates.device}: {', '.join(rates.measured)}" if rates.measured else "from [plan]"
     console.print(
         f"rates: {rates.flops_per_s / 1e12:,.2f} TFLOP/s, {rates.bytes_per_s / 1e9:,.0f} GB/s ({origin}); "
-        "sessions and shares as supposed in [plan]",
+        "sessions and shares as assumed in [plan]",
         markup=False,
         soft_wrap=True,
     )
@@ -94,9 +94,9 @@ def _memory_table(memory: MemoryPlan) -> Table:
     table.add_section()
     verdict = "fits" if memory.fits else "DOES NOT FIT"
     table.add_row(
-        "with 5 % of workspace",
+        "with 5 % for workspace",
         _size(memory.total_bytes),
-        f"{verdict}: there are {memory.available_bytes / 1e9:,.1f} GB",
+        f"{verdict}: {memory.available_bytes / 1e9:,.1f} GB available",
     )
     return table
 
@@ -125,31 +125,29 @@ def _step_table(plan: Plan) -> Table:
 def _step_rows(step: StepTimes) -> list[tuple[str, float, str]]:
     sampled, publication = step.sampled, step.publication
     sessions = f"{sampled.sampled_tokens:,.0f} tokens of {sampled.sessions:,.0f} sessions"
-    travels = f"{publication.held_s:,.2f} s of it hold the trainer; {_size(publication.update_bytes)}"
+    travels = f"{publication.held_s:,.2f} s of it block the trainer; {_size(publication.update_bytes)}"
     rows = [
         ("decoding", sampled.decode_s, sessions),
         ("prefill", sampled.prefill_s, f"{sampled.prefill_tokens:,.0f} tokens"),
         ("agents", sampled.turns_s, "in the engine's process" if sampled.in_turn else "beside the engines"),
-        ("tools", sampled.tools_s, "sessions wait side by side"),
+        ("tools", sampled.tools_s, "sessions wait in parallel"),
         ("training", step.train_s, f"{step.trained_tokens:,.0f} tokens"),
         ("publishing", publication.total_s, travels),
     ]
     if step.validation_s:
-        rows.append(
-            ("validation", step.validation_s, "a step's part of the looks, where there are such tasks")
-        )
+        rows.append(("validation", step.validation_s, "share of one step, if there are such tasks"))
     if step.evaluations:
-        what = f"beside, every {1 / step.evaluations:,.0f} steps"
-        what += "; TAKES LONGER THAN THOSE, some are left out" if step.left_out else ""
+        what = f"in parallel, every {1 / step.evaluations:,.0f} steps"
+        what += "; TAKES LONGER THAN THAT: some are skipped" if step.left_out else ""
         rows.append(("evaluation", step.evaluation_s, what))
     return rows
 
 
 def _order(step: StepTimes) -> str:
     if not step.is_beside:
-        return "in turns"
-    order = "sampling beside training" + (", on the same cores" if step.shares_cores else "")
-    return order + (", weights travel meanwhile" if step.overlapped else "")
+        return "sampling and training alternate"
+    order = "sampling in parallel with training" + (", on the same cores" if step.shares_cores else "")
+    return order + (", weights are transferred meanwhile" if step.overlapped else "")
 
 
 def _who(plan: Plan) -> str:

@@ -155,6 +155,6 @@ def _print_report(run: RunDirectory, report: Mapping[str, Any], as_json: bool) -
     print_table(console, columns, rows, range(1, 6), f"{report['steps']} steps")
     for name, depths in report.get("acceptance", {}).items():
         shares = ", ".join(f"{depth['greedy']:.0%}" for depth in depths)
-        console.print(f"drafts that agree, {name}: {shares}", markup=False)
+        console.print(f"agreement of drafts, {name}: {shares}", markup=False)
     console.print(f"model   {run.checkpoints / 'final'}", markup=False, soft_wrap=True)
     console.print(f"report  {run.report_file}", markup=False, soft_wrap=True)

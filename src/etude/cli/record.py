@@ -61,10 +61,10 @@ def _lock_store(store: Path, stack: contextlib.ExitStack) -> None:
         stack.enter_context(locked(store, wait=False))
     except BlockingIOError:
         raise ConfigError(
-            "another server stores its sessions here",
+            "another server already stores its sessions here",
             field="--store",
             received=str(store),
-            fix="give this one a directory of its own, or end the other",
+            fix="give this server its own directory, or stop the other one",
         ) from None
 
 
@@ -97,7 +97,7 @@ def serve_command(
     from etude.serving.listening import check_host, open_listeners
     from etude.serving.token_files import read_or_make_tenants
 
-    in_the_clear = "keys would cross the network in the clear"
+    in_the_clear = "keys would cross the network unencrypted"
     check_host(host, certificate is not None, in_the_clear, "give --certificate and --key")
     store.mkdir(parents=True, exist_ok=True)
     # Before loading the weights, which takes long, so that a store or port in use is reported at once.

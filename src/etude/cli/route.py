@@ -182,7 +182,7 @@ def _shares(arms: list[str]) -> dict[str, float]:
         except ValueError:
             shares[version] = -1.0
         if not version or not 0.0 <= shares[version] < float("inf"):
-            raise UserError("must be VERSION=SHARE", field="--arm", received=arm, fix="such as run@7=0.1")
+            raise UserError("must be VERSION=SHARE", field="--arm", received=arm, fix="write e.g. run@7=0.1")
     return shares
 
 
@@ -213,4 +213,4 @@ def _bad_lending(option: str, text: str, last: str, example: str, error: ValueEr
         problem = error.errors()[0]
         place = ".".join(str(part) for part in problem["loc"])
         message = f"{place} {problem['msg'].removeprefix('Value error, ')}".strip()
-    return UserError(message, field=option, received=text, fix=f"such as {example}")
+    return UserError(message, field=option, received=text, fix=f"write e.g. {example}")

@@ -97,7 +97,7 @@ def run_command(
         finally:
             await opened.close()
         if MEMORY_EXCEEDED in result.stderr:
-            error_console().print(f"killed: more than {memory_mb} MB of memory", markup=False)
+            error_console().print(f"killed: used more than {memory_mb} MB of memory", markup=False)
         if result.timed_out:
             error_console().print(f"ended at the timeout of {timeout_s:g} s", markup=False)
         return exit_code(result)

@@ -34,7 +34,7 @@ def build_command(
     target: Annotated[str | None, typer.Option(help="Stage to build. Default: the last.")] = None,
     base: Annotated[
         list[str] | None,
-        typer.Option("--base", metavar="NAME=PLACE", help="Where a base image lies, such as oci:DIRECTORY."),
+        typer.Option("--base", metavar="NAME=PLACE", help="Where a base image is, such as oci:DIRECTORY."),
     ] = None,
     volume: Annotated[
         list[str] | None,
@@ -165,6 +165,6 @@ def _pairs(option: str, words: list[str] | None) -> dict[str, str]:
     for key, equals, value in pairs:
         if not key or not equals:
             raise UserError(
-                "is no NAME=VALUE", field=option, received=key + value, fix=f"{option} NAME=VALUE"
+                "must be NAME=VALUE", field=option, received=key + value, fix=f"write {option} NAME=VALUE"
             )
     return {key: value for key, _, value in pairs}

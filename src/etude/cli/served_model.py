@@ -75,7 +75,7 @@ def open_checkpoint(
             "exceeds the model's longest sequence",
             field=context_option,
             received=max_context,
-            fix=f"{longest}",
+            fix=f"set it to {longest} or less",
         )
     ends = _end_tokens(directory, tokenizer)
     if shelf is not None:

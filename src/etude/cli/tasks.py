@@ -28,7 +28,7 @@ tasks_app = typer.Typer(name="tasks", help="Show, export, check and make tasks."
 
 
 SplitOption = Annotated[
-    str, typer.Option(help="`train`, or a split on which the family of tasks is judged, such as heldout.")
+    str, typer.Option(help="`train`, or an evaluation split of the task family, such as heldout.")
 ]
 TrainSeedOption = Annotated[
     int | None, typer.Option(min=0, help="Seed of the split `train`. Other splits have no seed.")
@@ -42,7 +42,8 @@ SettingsOption = Annotated[
 @tasks_app.command("show")
 def show_command(
     index: Annotated[
-        int, typer.Argument(min=0, help="Index of the task. A split other than `train` is made up to there.")
+        int,
+        typer.Argument(min=0, help="Index of the task. A split other than `train` is generated up to it."),
     ],
     split: SplitOption = "train",
     seed: TrainSeedOption = None,
@@ -53,7 +54,7 @@ def show_command(
     """Show one task of the configured family: the instruction and the files."""
     task = next(_read_tasks(split, range(index, index + 1), seed, config, settings), None)
     if task is None:
-        raise TaskError("the split has fewer tasks", field="INDEX", received=index, fix="name a smaller one")
+        raise TaskError("the split has fewer tasks", field="INDEX", received=index, fix="give a smaller one")
     console = output_console()
     console.print(Text(f"{task.id}: {task.instruction}", style="bold"))
     console.print(Text("  ".join(f"{key} {value}" for key, value in task.metadata.items()), style="dim"))
@@ -101,8 +102,8 @@ def sessions_command(
 ) -> None:
     """Write sessions of a scripted author as chats, for `etude sft` to fine-tune a published model on.
 
-    The author is that of the configured family; of tasks in a directory those that are trained on are solved
-    as their reference solutions do. Tools and system words are those of the section `agent`. Sessions that
+    The author comes from the configured family; for tasks in a directory it follows the reference solutions
+    of the training tasks. The section `agent` determines the tools and the system message. Sessions that
     call other tools, or show malformed calls, are left out.
     """
     from etude.config import load_config
@@ -114,7 +115,7 @@ def sessions_command(
     run_config = resolve_run_servers(load_config(config, settings or []))
     # To report an unwritable file now, and not after the sessions have been generated.
     if file.is_dir():
-        raise ConfigError("is a directory", field="FILE", received=str(file), fix="name a file in it")
+        raise ConfigError("is a directory", field="FILE", received=str(file), fix="name a file")
     make_directory(file.parent)
     tempfile.TemporaryFile(dir=file.parent).close()
     sessions = open_family(run_config, open_observer()).sessions(count, open_observer())
@@ -130,7 +131,7 @@ def check_command(
     settings: SettingsOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print every task's report as JSON.")] = False,
 ) -> None:
-    """Try each task: its reference solution earns 1, doing nothing 0, and again the same.
+    """Check each task: its reference solution must earn 1, and doing nothing 0, each time it is tried.
 
     Lists the tasks that fail, with the reason, and those whose verdict an agent could forge. Exits with 1 if
     any fails.
@@ -164,10 +165,10 @@ def calibrate_command(
         Path, typer.Argument(help="What `etude eval TARGET --suite DIRECTORY --samples 8 --out DIR` wrote.")
     ],
 ) -> None:
-    """Write into each task how many of a model's sessions solve it, and how difficult it is by that.
+    """Write into each task how many of a model's sessions solve it, and its difficulty.
 
-    A task that none solves keeps its difficulty, which is by its tests; one that was not tried stays as it
-    is. Runs choose tasks by it: `tasks.only.difficulty`.
+    A task that no session solves keeps its difficulty, which depends on its tests; one that was not tried is
+    not changed. Runs select tasks by difficulty with `tasks.only.difficulty`.
     """
     from etude.controller.task_sets import calibrate_task_set
 
@@ -179,7 +180,7 @@ def calibrate_command(
 @tasks_app.command("make")
 def make_command(
     repo: Annotated[Path, typer.Argument(help="Checkout, or unpacked source distribution, of a project.")],
-    out: Annotated[Path, typer.Option(help="Directory of the tasks; continues one that was begun.")],
+    out: Annotated[Path, typer.Option(help="Directory for the tasks; a started one is continued.")],
     releases: Annotated[
         list[Path] | None,
         typer.Option(
@@ -189,8 +190,10 @@ def make_command(
         ),
     ] = None,
     num_tasks: Annotated[int, typer.Option("--tasks", min=1, help="Number of tasks.")] = 200,
-    runs: Annotated[int, typer.Option(min=2, help="Runs of the tests, by which flaky ones are found.")] = 20,
-    minutes: Annotated[float, typer.Option(min=0.1, help="No change is tested after so long.")] = 45.0,
+    runs: Annotated[int, typer.Option(min=2, help="Number of test runs, to find flaky tests.")] = 20,
+    minutes: Annotated[
+        float, typer.Option(min=0.1, help="Minutes after which no more changes are tested.")
+    ] = 45.0,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the changes.")] = 0,
     image: Annotated[
         str | None, typer.Option(help="Image that has the project's packages. Default: one is built.")
@@ -206,9 +209,9 @@ def make_command(
     """Make verified tasks from a Python project that has tests.
 
     Its tests run many times, so that flaky ones are not used. Then its code is changed: past commits or
-    releases are undone, bugs planted, features deleted, working code written worse. A change that the tests
-    notice (or ruff, in working code) becomes a task, if its solution earns 1 and doing nothing 0. If killed,
-    the same command continues. Exits with 1 if no task was made.
+    releases are undone, bugs planted, features deleted, working code made worse. A change that the tests
+    detect (or ruff, in working code) becomes a task if its solution earns 1 and doing nothing 0. After an
+    interruption the same command continues. Exits with 1 if no task was made.
     """
     from etude.config import load_config
     from etude.controller.task_making import make_task_set
@@ -270,15 +273,15 @@ def import_command(
 def _print_report(report: MakeReport) -> None:
     """Prints counts for each stage, and the reasons of rejections."""
     rows = [
-        (len(report.baseline.stable), "tests that decide"),
-        (report.num_twinned, "of these that exams can change"),
+        (len(report.baseline.stable), "tests that can grade a task"),
+        (report.num_twinned, "of these with variants for hidden exams"),
         (len(report.baseline.unstable), "tests that are flaky, fail or are skipped"),
         (report.num_tested, "changes tested"),
-        (report.num_noticed, "changes that tests notice"),
+        (report.num_noticed, "changes that tests detect"),
         (report.num_checked, "tasks checked by the grader"),
         (len(report.written), "tasks made"),
         *((count, f"of these of the kind {kind}") for kind, count in report.kinds.most_common()),
-        (report.num_open, "of these that could be forged in part: no exam changes some failing test"),
+        (report.num_open, "of these that could be partly forged: a failing test has no exam variant"),
         (report.num_naming_every_call, "of these whose instruction names every failing call"),
         *((-count, f"rejected: {reason}") for reason, count in report.reasons.most_common()),
     ]
@@ -297,7 +300,7 @@ def _read_tasks(
     from etude.controller.families import check_split, open_family
 
     if seed is not None and split != "train":
-        fix = "leave it out, or --split train"
+        fix = "leave it out, or choose --split train"
         raise ConfigError("only the split train has a seed", field="--seed", received=seed, fix=fix)
     chosen = [f"seed={seed}"] if seed is not None else []
     family = open_family(load_config(config, [*(settings or []), *chosen]))

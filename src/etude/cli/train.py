@@ -85,7 +85,7 @@ def train_command(
     numbers = {"seed": seed, "parallel.ranks": ranks}
     texts = {"name": name, "executor": executor, "agent.harness.command": harness}
     if harness == "":
-        raise ConfigError("needs a command", field="--harness", received=harness, fix="leave it out")
+        raise ConfigError("needs a command", field="--harness", received=harness, fix="give one")
     settings = with_short_forms(overrides or [], numbers, {**texts, "rl.stream.source": from_log})
     run_config = config_to_run(config, settings, resume, drop or [])
     # Heavy: torch comes with it.
@@ -163,7 +163,7 @@ def print_result(run: RunDirectory, report: dict[str, Any]) -> None:
     console.print(headline(report), style="bold", markup=False)
     console.print()
     print_comparisons(console, "solved", results_comparisons(report))
-    print_comparisons(console, "how it works", behaviour_comparisons(report))
+    print_comparisons(console, "how the agent works", behaviour_comparisons(report))
     print_examples(console, run.read_json(run.examples_file) or [])
     console.print(f"report  {run.html_file}", markup=False, soft_wrap=True)
     console.print(f"plots   {run.plots}", markup=False, soft_wrap=True)
@@ -177,7 +177,7 @@ def print_recorded(run: RunDirectory, report: dict[str, Any]) -> None:
     passed = ", ".join(f"{count} {reason}" for reason, count in sorted(report["passed_groups"].items()))
     console.print(
         f"{report['rl_steps']} steps on {report['trained_groups']} groups of {report['source']}; "
-        f"passed over: {passed or 'none'}",
+        f"skipped: {passed or 'none'}",
         style="bold",
         markup=False,
     )

@@ -69,7 +69,7 @@ def show_command(
             "there is no such turn",
             field="--turn",
             received=turn,
-            fix=f"a number from 1 to {len(trajectory.turns)}",
+            fix=f"give a number from 1 to {len(trajectory.turns)}",
         )
     from etude.store import trajectory_to_atif
 

@@ -487,7 +487,7 @@ def test_token_files_are_made_for_their_owner_alone_and_refused_if_others_read_t
 
 
 def test_other_hosts_are_served_with_tls_alone(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="in the clear"):
+    with pytest.raises(ConfigError, match="unencrypted"):
         serve_command(tmp_path, tmp_path / "store", host="0.0.0.0")
 
 

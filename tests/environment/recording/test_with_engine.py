@@ -145,4 +145,6 @@ def test_the_command_refuses_what_it_cannot_serve(tmp_path: Path) -> None:
 def test_a_second_server_on_one_store_is_refused_before_it_reads_weights(tmp_path: Path) -> None:
     with locked(tmp_path):  # as the first one has it
         answer = etude("record", "serve", "--model", str(tmp_path / "no"), "--store", str(tmp_path))
-    assert answer.exit_code == 2 and "--store: another server stores its sessions here" in answer.stderr
+    assert (
+        answer.exit_code == 2 and "--store: another server already stores its sessions here" in answer.stderr
+    )

@@ -79,7 +79,7 @@ class ModelChoice:
             )
         if self.run and self.tools:
             raise ConfigError(
-                "a run's model has the tools that it was trained with",
+                "a run's model can only use the tools that it was trained with",
                 field="--tools",
                 received=self.tools,
                 fix="leave it out",
@@ -169,10 +169,10 @@ async def open_policy(
     """
     if servers and choice.run:
         raise ConfigError(
-            "a run's model has the tools that it was trained with",
+            "a run's model can only use the tools that it was trained with",
             field="--mcp",
             received=", ".join(servers),
-            fix="leave it out, or train with [agent.mcp]",
+            fix="leave it out, or train with the server in [agent.mcp]",
         )
     agent = choice.agent(await describe_unknown(servers or {}))
     async with open_model_of(choice, one_shot, agent) as policy:

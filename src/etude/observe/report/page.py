@@ -27,7 +27,7 @@ from etude.observe.run_directory import RunDirectory
 CAPTIONS = {
     "pass_rate": "Share of the tasks solved, over the whole run.",
     "reward": "Mean reward of the trajectories of each RL step.",
-    "behaviour": "What nobody asked for: habits that reinforcement learning strengthens or drops.",
+    "behaviour": "Habits that are not rewarded directly, and how reinforcement learning changes them.",
     "midtrain_loss": "Next-token loss before reinforcement learning.",
 }
 
@@ -59,7 +59,7 @@ def render_page(
     sections = (
         _section("Before and after", _comparison_table(results_comparisons(report), interval=True)),
         _section("Over time", "".join(_figure(key, image) for key, image in plots.items())),
-        _section("How it works", _comparison_table(behaviour_comparisons(report), interval=False)),
+        _section("How the agent works", _comparison_table(behaviour_comparisons(report), interval=False)),
         _section("Two sessions", "".join(_example(example) for example in examples)),
         _section("Time, throughput, parity", _fact_table(facts(report))),
         _section("What to try next", _suggestion_list(next_steps(report, run_path))),

@@ -122,7 +122,7 @@ def _behaviour(axes: Axes, rows: Sequence[MetricRow]) -> bool:
             axes.plot(steps, values, color=colour, linewidth=0.8, alpha=0.3)
             axes.plot(steps, _smooth(values), color=colour, label=label)
     axes.set_ylim(bottom=0)
-    return _finish(axes, "How it works", "RL step")
+    return _finish(axes, "How the agent works", "RL step")
 
 
 def _midtrain_loss(axes: Axes, rows: Sequence[MetricRow]) -> bool:
