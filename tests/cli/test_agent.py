@@ -415,7 +415,7 @@ def test_plain_words_answer_the_user_and_the_project_speaks_to_the_agent(root: P
     assert "It adds numbers." in done.stdout and "In a loop." in done.stdout
     system = server.bodies[0]["messages"][0]["content"]
     assert "a message without a call ends your turn" in system and "Never rename tally." in system
-    assert len(system) < 17_500 and "of AGENTS.md the first 16384 bytes are read" in done.stdout
+    assert len(system) < 17_500 and "only the first 16384 bytes of AGENTS.md are read" in done.stdout
     roles = [message["role"] for message in server.bodies[1]["messages"]]
     assert roles == ["system", "user", "assistant", "user"]
 
@@ -433,10 +433,10 @@ def test_max_turns_counts_from_each_instruction(root: Path) -> None:
     ("options", "message"),
     [
         (["--image", "a:1", "--dockerfile", "Dockerfile"], "contradicts --image"),
-        (["--image", "a:1", "--venv", "x"], "sees no environment of the host"),
+        (["--image", "a:1", "--venv", "x"], "cannot show this machine's Python environment"),
         (["--image", "a:1", "--backend", "unisolated"], "leave --backend out"),
         (["--dockerfile", "nowhere/Dockerfile"], "there is no such file"),
-        (["--venv", "x", "--backend", "unisolated"], "by the local backend alone"),
+        (["--venv", "x", "--backend", "unisolated"], "only the local backend can show"),
         (["--venv", "nowhere", "--backend", "local"], "is no Python environment"),
         (["--max-turns", "0"], "--max-turns"),
     ],

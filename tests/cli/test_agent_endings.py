@@ -85,7 +85,7 @@ def test_a_hook_that_the_agent_wrote_is_kept_back(git_root: Path) -> None:
     hook = {"name": "write_file", "arguments": {"path": ".git/hooks/pre-commit", "text": "x"}}
     done = agent(git_root, [[hook], [FINISH]], "-p", "fix it", "--apply")
     assert done.exit_code == 4
-    assert "neither enter the sandbox nor leave it" in done.stdout
+    assert "never copied into or out of the sandbox" in done.stdout
     assert not (git_root / "repo" / ".git" / "hooks" / "pre-commit").exists()
 
 
@@ -93,7 +93,7 @@ def test_what_commands_leave_among_builds_is_told_and_is_no_failure(git_root: Pa
     make = shell("mkdir -p build/o __pycache__; touch build/o/a.o build/b.o __pycache__/x.pyc")
     done = agent(git_root, [[make], [READ], [FINISH]], "-p", "build it", "--apply", backend="local")
     assert done.exit_code == 0, done.stderr
-    assert done.stdout.count("git ignores what commands made in build: it stays in the sandbox") == 1
+    assert done.stdout.count("ignored by git, and so left in the sandbox: build") == 1
     secret = agent(git_root, [[shell("touch secret.env")], [FINISH]], "-p", "x", "--apply", backend="local")
     assert secret.exit_code == 4
 
@@ -227,5 +227,5 @@ def test_the_whole_machine_is_refused_with_a_way_out(root: Path) -> None:
     script = write_script(root / "script.json", [[FINISH]])
     done = ran(root, "/", "--model", script, "--backend", "local", "-p", "x")
     assert done.exit_code == 2
-    assert "the whole machine" in done.stderr
+    assert "the root directory" in done.stderr
     assert "fix: name the directory of one project" in done.stderr

@@ -130,10 +130,10 @@ def test_undo_reverts_edits_but_not_what_someone_else_or_a_command_changed(root:
     assert after.pop("made")[2] == b"made\n" and after.pop("a")[2] == b"a\nmore\n"[:1] + b"more\n"
     assert after == before
     assert "not written: a: it was changed meanwhile" in done.stdout
-    assert "what commands changed" in done.stdout
+    assert "changes by commands" in done.stdout
     again = ran(root, "--resume", "last", stdin="/undo\n/approve preview\n/quit\n")
     assert "in place" in again.stderr and "there is nothing to undo" in again.stderr
-    assert "there is nothing to preview" in again.stderr
+    assert "cannot be previewed" in again.stderr
 
 
 @pytest.mark.filterwarnings("ignore:the unisolated sandbox")
@@ -178,7 +178,7 @@ def test_without_isolation_commands_have_the_users_rights_and_that_is_said(root:
     outside = call("run_command", command=f"echo $HOME > {root}/outside; touch inside")
     done = agent(root, [[outside], [FINISH]], "-p", "x", "--apply", backend="unisolated")
     assert done.exit_code == 0, done.stderr
-    assert "they have all of your rights" in done.stderr
+    assert "run with all of your permissions" in done.stderr
     assert (root / "outside").read_text() == f"{Path.home()}\n"
     assert sorted(path.name for path in (root / "repo").iterdir()) == [
         ".env", ".git", ".gitignore", "inside", "lib", "tests"
@@ -191,7 +191,7 @@ def test_without_isolation_commands_have_the_users_rights_and_that_is_said(root:
         (("--backend", "podman"), "--backend podman"),
         (("--image", "python"), "--image python"),
         (("--dockerfile", "Dockerfile"), "--dockerfile Dockerfile"),
-        (("--approve", "preview"), "there is nothing to preview"),
+        (("--approve", "preview"), "cannot be previewed"),
         (("--index", "words"), "grep searches the directory as it is"),
     ],
 )

@@ -214,7 +214,7 @@ def test_tasks_are_exported_as_harbor_directories(tmp_path: Path) -> None:
 
 def test_making_tasks_in_containers_is_refused_before_anything_is_read(tmp_path: Path) -> None:
     result = etude("tasks", "make", str(tmp_path), "--out", str(tmp_path / "tasks"), "--backend", "podman")
-    assert result.exit_code == 2 and "layers of images" in result.stderr and "use local" in result.stderr
+    assert result.exit_code == 2 and "layered images" in result.stderr and "use local" in result.stderr
     assert not (tmp_path / "tasks").exists()
 
 

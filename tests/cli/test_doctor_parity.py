@@ -29,7 +29,7 @@ def test_sides_that_agree_pass_with_a_table(checkpoint: Path) -> None:
     assert result.exit_code == 0, result.output
     assert "passed: k3 within 0.001" in result.stdout
     assert "sampled, routes replayed" in result.stdout
-    assert "experts chosen otherwise: 0.000%" in result.stdout
+    assert "positions with different experts: 0.000%" in result.stdout
 
 
 def test_sides_that_are_too_far_apart_exit_with_1(checkpoint: Path) -> None:

@@ -49,7 +49,7 @@ def test_a_tokenizer_is_trained_and_not_overwritten(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("command", "words"),
     [
-        (["pretrain"], "there are none"),
+        (["pretrain"], "sources: is empty"),
         (["pretrain", "--data", "a=/nothing/here"], "no such file or directory"),
         (["sft", "--data", "a=/nothing/here"], "initial_checkpoint"),
         (["pretrain", "--data", "a=x", "--set", "pretrain.sources.a.wieght=1"], "did you mean weight?"),

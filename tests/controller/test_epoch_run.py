@@ -114,7 +114,7 @@ def test_a_directory_of_their_own_may_hold_the_tasks_that_are_judged_on(tmp_path
 @pytest.mark.parametrize(
     ("made", "expected"),
     [
-        ("", "no such directory"), ("empty", "holds no task"), ("one", "one task cannot be"),
+        ("", "no such directory"), ("empty", "holds no task"), ("one", "a single task cannot"),
         ("itself", "is a task itself"),
     ],
 )  # fmt: skip
@@ -135,7 +135,7 @@ def test_two_tasks_of_one_id_end_a_strict_run_before_anything_is_trained(
     for name in ("one", "copy", "other"):
         write_harbor(TaskGenerator(0, "train").task(int(name == "other")), tmp_path / "twice" / name)
     chosen = {"directory": str(tasks), section: str(tmp_path / "twice"), "check": "stop"}
-    with pytest.raises(TaskError, match=rf"(?s)tasks.{section}: 1 of 3 tasks .* copy has this id, too"):
+    with pytest.raises(TaskError, match=rf"(?s)tasks.{section}: 1 of 3 tasks .* copy has the same id"):
         open_family(tiny_config(tmp_path, tasks={"family": "directory", **chosen}))
 
 

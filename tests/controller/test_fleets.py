@@ -68,7 +68,7 @@ def test_a_run_begins_only_if_all_servers_work_and_goes_on_while_one_does(
             assert (await sandbox.get_info()).metadata == {"owner": "run"}
             await backend.close()
             refused = {name: one.model_copy(update={"token": ""}) for name, one in servers.items()}
-            with pytest.raises(ConfigError, match=r"make no sandboxes: a: .*token.*; b: .*token"):
+            with pytest.raises(ConfigError, match=r"cannot create sandboxes: a: .*token.*; b: .*token"):
                 await asyncio.to_thread(open_run_backend, SandboxConfig(servers=refused), "run")
 
     asyncio.run(scene())
@@ -92,11 +92,11 @@ def test_a_file_of_servers_is_read_again_when_it_changes(
     unknown = listing({"b": "http://b"}) + "colour = 1\n"
     for broken in ("", "[servers.b", "[servers.b]\nurl = 1\n", unknown):
         file.write_text(broken)
-        with pytest.warns(UserWarning, match="sandbox servers stay as they are"):
+        with pytest.warns(UserWarning, match="sandbox servers is not updated"):
             assert listed.read_changes() is None
         assert listed.read_changes() is None, "said once"
     file.unlink()
-    with pytest.warns(UserWarning, match="stay as they are: .*No such file"):
+    with pytest.warns(UserWarning, match="is not updated: .*No such file"):
         assert listed.read_changes() is None
 
 

@@ -52,7 +52,7 @@ def test_the_experts_of_a_mixture_are_recorded_and_replayed(replay: str, tmp_pat
 
 def test_our_own_engine_does_not_sample_from_them(tmp_path: Path) -> None:
     initial = checkpoint(tmp_path, glm_model)
-    with pytest.raises(ConfigError, match="an architecture that is defined here"):
+    with pytest.raises(ConfigError, match="an architecture that Étude implements"):
         check_start(config_of(initial))
     check_start(config_of(initial, engine=REMOTE))
 
@@ -75,7 +75,7 @@ def test_what_a_models_routers_cannot_do_is_refused() -> None:
 
 def test_replay_of_what_nobody_records_is_refused() -> None:
     engine = {"backend": "vllm", "vllm": {"url": "http://localhost:1", "record_routes": False}}
-    with pytest.raises(ConfigError, match="set to record none"):
+    with pytest.raises(ConfigError, match="configured to record none"):
         check_routing(RunConfig.model_validate({"engine": engine}), tiny_model("mixtral"))
     check_routing(RunConfig.model_validate({"engine": engine}), tiny_model("llama"))
     off = RunConfig.model_validate({"engine": engine, "rl": {"router_replay": "r2"}})

@@ -36,5 +36,5 @@ def test_a_full_disk_costs_snapshots_of_the_curve_and_reports_on_the_way_and_not
         run, report = run_here(tiny_config(tmp_path), observer=observer)
     assert report["rl_steps"] == 2 and (run.checkpoints / "final").is_dir()
     assert not [row for row in read_metrics(run.metrics_file) if row["kind"] == "curve"]
-    told = [line for line in observer.lines if "is not kept: the disk is full" in line]
+    told = [line for line in observer.lines if "is not saved: the disk is full" in line]
     assert ["midtrain-00005" in told[0], "rl-00002" in told[-1], len(told)] == [True, True, 5]

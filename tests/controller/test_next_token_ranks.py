@@ -138,7 +138,7 @@ def _kill_once_saved(config: RunConfig) -> None:
 
 
 def test_what_ranks_cannot_train_is_refused_before_there_is_a_run(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="whole copies"):
+    with pytest.raises(ConfigError, match="whole copy"):
         resolve(_config(tmp_path, "x", {"ranks": 2, "fsdp": 2}, drafts={"num_layers": 1}))
     foreign = tmp_path / "foreign"
     foreign.mkdir()

@@ -103,7 +103,7 @@ def test_a_warning_says_the_same_and_goes_on() -> None:
 
 def test_invariant_numerics_let_no_difference_pass() -> None:
     check(gate_of(numerics="invariant"))
-    with pytest.raises(ParityError, match="promises equal bits"):
+    with pytest.raises(ParityError, match="requires equal bits"):
         check(gate_of(error=1e-6, numerics="invariant"))
 
 

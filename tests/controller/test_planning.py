@@ -299,7 +299,7 @@ def test_borrowed_replicas_sample_in_their_hours_and_other_clusters_instead_of_t
 def test_what_does_not_fit_is_told_with_its_largest_part_and_a_fix() -> None:
     plan = make_plan(planned(plan={"device_memory_gb": 0.1}, engine={"num_slots": 4096}))
     assert not plan.fits
-    with pytest.raises(ResourceError, match=r"needs \d+\.\d GB, and there are 0\.1 GB") as failed:
+    with pytest.raises(ResourceError, match=r"needs \d+\.\d GB, and only 0\.1 GB are") as failed:
         check_fits(plan.config, plan.memory)
     assert failed.value.field == "keys and values"
     assert failed.value.fix is not None and "cache_tokens lower (a GB holds " in failed.value.fix
@@ -352,7 +352,7 @@ def test_experts_that_cannot_be_divided_as_asked_are_refused() -> None:
 def test_a_gpu_that_is_not_here_must_be_described() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is one")
-    with pytest.raises(ConfigError, match="no GPU here") as failed:
+    with pytest.raises(ConfigError, match="no GPU to measure") as failed:
         make_plan(planned(device="cuda", plan={"peak_tflops": 0.0}))
     assert failed.value.field == "plan.peak_tflops"
 

@@ -157,7 +157,7 @@ def test_a_finished_run_gives_its_report_again(tmp_path: Path) -> None:
     observer = RecordingObserver()
     again = pretrain(config, run, observer, True)
     assert {**report, "complete": True} == again
-    assert observer.lines == ["the run is finished already"]
+    assert observer.lines == ["the run has already finished"]
 
 
 def test_sources_that_run_out_end_the_run_early(tmp_path: Path) -> None:
@@ -175,7 +175,7 @@ def test_sources_that_run_out_end_the_run_early(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"sources": {}}, "there are none"),
+        ({"sources": {}}, "sources: is empty"),
         ({"sources": {"a": {"path": "/nothing/here"}}}, "no such file"),
     ],
 )

@@ -118,7 +118,7 @@ def test_an_address_that_nobody_listens_at_is_told_before_a_run_begins(tmp_path:
 def test_an_address_where_something_else_listens_is_told_within_the_time_allowed(tmp_path: Path) -> None:
     with _bound() as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
-        with pytest.raises(ConfigError, match=r"does not answer as a Ray cluster does.*connect_timeout_s"):
+        with pytest.raises(ConfigError, match=r"does not answer like a Ray cluster.*connect_timeout_s"):
             check_executor(in_processes(tiny_config(tmp_path), address=address, connect_timeout_s=1.0))
 
 

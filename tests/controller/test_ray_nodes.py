@@ -120,7 +120,9 @@ def test_more_parts_than_machines_to_keep_them_apart_are_refused(cluster: Any) -
         settings = settings_for(cluster, placement="strict_spread", placement_timeout_s=3.0)
         with (
             open_executor(settings) as executor,
-            pytest.raises(ResourceError, match=r"cluster\.placement: Ray finds no room.*'strict_spread'"),
+            pytest.raises(
+                ResourceError, match=r"cluster\.placement: Ray has too few resources.*'strict_spread'"
+            ),
         ):
             await executor.reserve(parts)
 

@@ -135,7 +135,7 @@ def test_routes_that_were_not_kept_are_asked_for_by_name(tmp_path: Path, recorde
     TrajectoryLog(tmp_path / "log").append([group_of(rollouts, 0)])
     checkpoint = str(recorded / "checkpoints" / "midtrained")
     config = _config(tmp_path, tmp_path / "log").model_copy(update={"initial_checkpoint": checkpoint})
-    with pytest.raises(ConfigError, match="were not kept") as caught:
+    with pytest.raises(ConfigError, match="were not stored") as caught:
         _train(config)
     assert caught.value.fix is not None and "keep_routes" in caught.value.fix
     native = config.rl.model_copy(update={"router_replay": "off"})

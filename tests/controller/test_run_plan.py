@@ -24,7 +24,7 @@ def test_a_resumed_run_keeps_its_plan_and_takes_no_other_limit(tmp_path: Path) -
     assert run.config == with_steps(asked, 900, 40)
     for given in (asked, asked_for(tmp_path, 0.0), run.config):
         assert continue_plan(given, run, has_begun=True, is_planned=True) == run.config
-    with pytest.raises(RunDirectoryError, match="this run was begun with 600") as caught:
+    with pytest.raises(RunDirectoryError, match="this run started with 600") as caught:
         continue_plan(asked_for(tmp_path, 900.0), run, has_begun=False, is_planned=True)
     assert (caught.value.field, caught.value.received) == ("max_wall_s", 900.0)
 
@@ -32,7 +32,7 @@ def test_a_resumed_run_keeps_its_plan_and_takes_no_other_limit(tmp_path: Path) -
 def test_a_limit_comes_before_training_begins_or_not_at_all(tmp_path: Path) -> None:
     run = RunDirectory.create(asked_for(tmp_path, 0.0))
     late = asked_for(tmp_path)
-    with pytest.raises(RunDirectoryError, match="before training begins"):
+    with pytest.raises(RunDirectoryError, match="before training"):
         continue_plan(late, run, has_begun=True, is_planned=True)
     assert continue_plan(late, run, has_begun=False, is_planned=True) == late, "nothing is trained yet"
     assert continue_plan(late, run, has_begun=True, is_planned=False) == late, "it ends a sitting there"

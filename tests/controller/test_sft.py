@@ -223,8 +223,8 @@ def test_calls_and_results_of_atif_become_messages() -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{", "is no chat"),
-        ('{"text": "x"}', "is no chat"),
+        ("{", "is not a valid chat"),
+        ('{"text": "x"}', "is not a valid chat"),
         ('{"messages": [{"role": "robot"}]}', "role"),
         ('{"messages": []}', "no messages"),
         ('{"messages": [{"role": "user", "content": "x"}]}', "no sessions to train on"),

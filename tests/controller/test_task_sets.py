@@ -131,7 +131,9 @@ def test_tasks_without_a_solution_are_taken_where_none_is_required(tmp_path: Pat
     for _ in range(2):  # what is kept of the first time does not count where a solution is required
         verified, words = load_task_set(tmp_path, "DIR", taken)
         assert [task.id for task in verified] == ["open"]
-        assert any(line == "  1 have no solution: that they can be solved is not known" for line in words)
+        assert any(
+            line == "  1 have no solution, so it is not known whether they can be solved" for line in words
+        )
         assert any("always: doing nothing earns 1" in line for line in words)
         with pytest.raises(TaskError, match="require_solution = false"):
             load_task_set(tmp_path, "DIR", config())
@@ -157,7 +159,7 @@ def test_of_two_tasks_with_one_id_the_second_is_left_out_by_name(tmp_path: Path)
         write_harbor(TaskGenerator(0).task(3), tmp_path / name)
     found = {name: one.report.reason or "" for name, one in reports(tmp_path, "unisolated").items()}
     assert found["copy"] == ""
-    assert "copy has this id, too" in found["one"]
+    assert "copy has the same id" in found["one"]
     verified, _ = load_task_set(tmp_path, "DIR", config("unisolated"))
     assert [Path(task.directory).name for task in verified] == ["copy"]
 

@@ -56,7 +56,7 @@ class ListedServers:
                 return None
             return self.read()
         except (EtudeError, OSError) as error:
-            warnings.warn(f"the sandbox servers stay as they are: {error}", stacklevel=1)
+            warnings.warn(f"the list of sandbox servers is not updated: {error}", stacklevel=1)
             return None
 
 
@@ -113,10 +113,10 @@ def open_run_backend(settings: SandboxConfig, owner: str | None = None) -> Sandb
     problems = backend.doctor()
     if problems:
         raise ConfigError(
-            "this server makes no sandboxes: " + "; ".join(problems),
+            "this server cannot create sandboxes: " + "; ".join(problems),
             field="sandbox.server",
             received=settings.server,
-            fix="start it with `etude sandbox serve`, say where its token is with sandbox.token, "
+            fix="start it with `etude sandbox serve`, name its token with sandbox.token, "
             "or leave sandbox.server empty",
         )
     return backend
@@ -137,11 +137,11 @@ def _open_servers(settings: SandboxConfig, owner: str | None, all_of_them: bool)
     problems = fleet.problems()
     if problems and (all_of_them or len(problems) == fleet.num_in_use):
         raise ConfigError(
-            "these servers make no sandboxes: "
+            "these servers cannot create sandboxes: "
             + "; ".join(f"{name}: {', '.join(found)}" for name, found in problems.items()),
             field="sandbox.servers_file" if settings.servers_file else "sandbox.servers",
             received=settings.servers_file or list(settings.servers),
-            fix="start them with `etude sandbox serve`, say where their tokens are, or take them out",
+            fix="start them with `etude sandbox serve`, name their tokens, or remove them",
         )
     return fleet
 
@@ -161,10 +161,10 @@ def open_checked_backend(
     problems = backend.doctor()
     if problems:
         raise ResourceError(
-            "sandboxes cannot be made here: " + "; ".join(problems),
+            "sandboxes cannot be created here: " + "; ".join(problems),
             field=field,
             received=name,
-            fix=f"do what is said above, or accept no isolation with {unisolated}",
+            fix=f"fix these problems, or accept no isolation with {unisolated}",
         )
     return backend
 

@@ -67,7 +67,7 @@ class Needs:
                 "a replica cannot sample for this run",
                 field=url,
                 received="; ".join(differing),
-                fix="serve it with the run's tokenizer, number formats, kernels and context",
+                fix="start it with the run's tokenizer, number formats, kernels and context",
             )
 
 
@@ -144,10 +144,10 @@ class BorrowedEngine(LoanHandle):
             build = Build(**about["build"])
         except (KeyError, TypeError) as error:
             raise ConfigError(
-                "a replica does not say what it computes with",
+                "a replica does not report its number formats and kernels",
                 field=self.url,
                 received=repr(error),
-                fix="serve it with the version that the run has",
+                fix="start it with the run's version of Étude",
             ) from error
         self._before = await super()._do("pulse")
         return build

@@ -117,7 +117,7 @@ def choose_weight_dtype(configured: str, place: Place) -> Dtype:
         return place.dtype
     if place.kernels != "native" and configured != place.dtype:
         raise ConfigError(
-            f"the {place.kernels} kernels keep weights as the model has them",
+            f"the {place.kernels} kernels keep weights in the model's number format",
             field="engine.weight_dtype",
             received=configured,
             fix="leave it at auto" + ("" if place.device == "cpu" else ", and set dtype"),
@@ -141,7 +141,7 @@ def choose_device(configured: str, numerics: str = "fast") -> Device:
         return "cpu"
     if numerics == "invariant":
         raise ConfigError(
-            "batch-invariant numerics are the CPU's",
+            "batch-invariant numerics work only on the CPU",
             field="device",
             received=configured,
             fix='set device="cpu", or numerics="fast"',
@@ -156,9 +156,9 @@ def choose_device(configured: str, numerics: str = "fast") -> Device:
 
 def _missing_for_cuda() -> str | None:
     if not torch.cuda.is_available():
-        return "PyTorch sees no GPU here"
+        return "PyTorch finds no GPU on this machine"
     if importlib.util.find_spec("triton") is None:
-        return "Triton is missing, in which the kernels for GPUs are written"
+        return "the package triton is missing, which the GPU kernels need"
     return None
 
 
@@ -167,7 +167,7 @@ def choose_dtype(configured: str, device: Device) -> Dtype:
     if device == "cpu":
         if configured == "bfloat16":
             raise ConfigError(
-                "weights are float32 on a CPU", field="dtype", received=configured, fix='set dtype="float32"'
+                "must be float32 on a CPU", field="dtype", received=configured, fix='set dtype="float32"'
             )
         return "float32"
     return "float32" if configured == "float32" else "bfloat16"
@@ -185,7 +185,7 @@ def choose_kernels(
     """
     if (configured == "gpu") != (device == "cuda") and configured != "auto":
         raise ConfigError(
-            f"these kernels do not compute on the device {device!r}",
+            f"these kernels do not run on the device {device!r}",
             field="engine.kernels",
             received=configured,
             fix='set engine.kernels="auto", or another device',
@@ -200,7 +200,7 @@ def choose_kernels(
         if configured == "native":
             raise
         if observer is not None:
-            observer.say(f"sampling operator by operator, which is several times slower: {error}")
+            observer.say(f"sampling is several times slower, as native kernels cannot be used: {error}")
         return "eager"
     return "native"
 

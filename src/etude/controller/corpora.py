@@ -34,7 +34,7 @@ def find_sources(sources: Mapping[str, SourceConfig]) -> list[SourceFiles]:
     """The files of every source. Raises ConfigError where there are no sources, or one has no files."""
     if not sources:
         raise ConfigError(
-            "there are none", field="pretrain.sources", fix="--data NAME=PATH, or [pretrain.sources.NAME]"
+            "is empty", field="pretrain.sources", fix="give --data NAME=PATH, or [pretrain.sources.NAME]"
         )
     return [find_files(name, source) for name, source in sources.items()]
 
@@ -50,10 +50,10 @@ def train_source_tokenizer(
     tokenizer = train_tokenizer(texts, vocab_size, controls)
     if tokenizer.vocab_size <= 256 + len(controls):
         raise ConfigError(
-            "the sources hold no texts to learn a tokenizer from",
+            "the sources hold no text to train a tokenizer on",
             field="pretrain.sources",
             received=", ".join(source.name for source in files),
-            fix="name texts, or a tokenizer: pretrain.tokenizer",
+            fix="add sources with text, or set pretrain.tokenizer",
         )
     return tokenizer
 

@@ -95,7 +95,7 @@ def check_engine(config: RunConfig) -> None:
     held, longest = config.engine.cache_tokens, config.agent.max_tokens + 1
     if held and (pages_for(held) or 0) < (pages_for(longest) or 0):
         raise ConfigError(
-            "has no room for one session at its longest",
+            "is too small for one session of agent.max_tokens",
             field="engine.cache_tokens",
             received=held,
             fix=f"set it to {longest} or more, or to 0",

@@ -80,11 +80,11 @@ def find_checkpoint(run: RunDirectory, checkpoint: str | None) -> Path:
     known = ", ".join(_names(run)) or "none"
     if checkpoint is None:
         raise RunDirectoryError(
-            "has no trained model yet: it was not trained to its end",
+            "has no trained model yet: its training has not finished",
             field="run",
             received=str(run.path),
-            fix=f"wait for its end, or continue it with --resume; `etude checkpoint export {run.path} DIR` "
-            f"makes a model of the newest of what it has so far: {known}",
+            fix=f"wait for its end, continue it with --resume, or make a model of its newest checkpoint "
+            f"with `etude checkpoint export {run.path} DIR` (it has: {known})",
         )
     raise RunDirectoryError(
         "no such checkpoint", field="checkpoint", received=checkpoint, fix=f"one of {known}"

@@ -105,7 +105,7 @@ def find_target(place: str, options: TargetOptions) -> Target:
     other = [setting for setting in options.settings if setting.partition(".")[0] not in SECTIONS]
     if other:
         raise ConfigError(
-            f"only the sections {', '.join(SECTIONS)} may be other than the model's own",
+            f"only the sections {', '.join(SECTIONS)} can be overridden",
             field="--set",
             received=other[0],
             fix="give keys such as agent.index",

@@ -63,7 +63,7 @@ def write_chats(
         parts = [part for session in sessions for turn in session.turns for part in turn.parts]
         called = sorted({part.name for part in parts if isinstance(part, ToolCall)})
         raise ConfigError(
-            f"of {len(sessions)} sessions none calls these tools alone" + " and passes at once" * flawless,
+            f"none of {len(sessions)} sessions calls only these tools" + " and passes at once" * flawless,
             field="agent.tools",
             received=agent.tools,
             fix=f"offer more of those that the author calls ({', '.join(called)}), or read more sessions",

@@ -204,7 +204,7 @@ def _held_apart(tasks: Sequence[Task], share: float) -> dict[str, list[Task]]:
     """(trained on, held out): a task's side depends on its id, so that added tasks move few others."""
     if len(tasks) < 2:
         raise TaskError(
-            "one task cannot be trained on and judged on",
+            "a single task cannot serve for training and for evaluation",
             field="tasks.directory",
             received=len(tasks),
             fix="add tasks, or name tasks.heldout_directory",

@@ -181,7 +181,7 @@ def _too_short(config: RunConfig, speeds: Speeds, whole: Forecast) -> ConfigErro
         rl_s = min(whole.rl_s, speeds.rl_step_s)
     least_s = math.ceil(fixed_s + rl_s + 1)
     return ConfigError(
-        f"is too short on this machine: the shortest plan that makes sense takes {least_s} s, and all steps "
+        f"is too short on this machine: the shortest useful plan takes {least_s} s, and all steps "
         f"take {whole.describe()}",
         field="max_wall_s",
         received=config.max_wall_s,
@@ -207,11 +207,11 @@ def continue_plan(config: RunConfig, run: RunDirectory, *, has_begun: bool, is_p
     known = stored.max_wall_s if asked is None else asked["max_wall_s"]
     if (asked is not None or has_begun) and config.max_wall_s not in (0.0, known):
         raise RunDirectoryError(
-            "a time limit becomes a plan of steps before training begins, and this run was begun with "
+            "cannot change, as a limit becomes a number of steps before training; this run started with "
             f"{known:g}",
             field="max_wall_s",
             received=config.max_wall_s,
-            fix="resume without it: the run goes on to its last step; or start another run: --name NAME",
+            fix="resume without it, to run all planned steps, or start another run with --name NAME",
         )
     if asked is not None:
         return with_steps(config, stored.midtrain.num_steps, stored.rl.num_steps)

@@ -103,7 +103,7 @@ def _show_directory(harness: HarnessConfig, backend: SandboxBackend) -> None:
             error.message,
             field="agent.harness.directory",
             received=harness.directory,
-            fix="name one that holds the agent and nothing private, not below /tmp, that others may read",
+            fix="name one outside of /tmp that holds nothing but the agent and is readable by all users",
         ) from error
     view.programs = ""  # the command has full paths; tests must find the same Python as without the agent
     backend.view = view

@@ -103,7 +103,7 @@ def run_sitting(
     with run.lock():
         report: dict[str, Any] = (run.read_json(run.report_file) or {}) if resume else {}
         if report.get("complete"):
-            observer.say("the run is finished already")
+            observer.say("the run has already finished")
             return report
         with JsonlSink(run.metrics_file) as metrics, open_stop(config, run, metrics, observer) as stop:
             config = resolve_compute(run, resolve(config), observer)
@@ -163,7 +163,7 @@ class _Training:
     def _finish(self, trainer: AnyNextTokenTrainer) -> dict[str, Any]:
         mixture = self.mixture
         if mixture.exhausted and trainer.num_steps_taken < self.section.num_steps:
-            self.observer.say(f"every source ran out after {trainer.num_steps_taken} steps")
+            self.observer.say(f"all sources are exhausted after {trainer.num_steps_taken} steps")
         self.report |= {
             "name": self.run.name,
             "stage": self.stage,
@@ -244,14 +244,14 @@ def open_model(config: RunConfig, section: MixtureConfig, tokenizer: Tokenizer) 
     if isinstance(model, LanguageModel):
         if model.vocab_size < tokenizer.vocab_size:
             raise ConfigError(
-                f"has {tokenizer.vocab_size} tokens, the model {model.vocab_size}",
+                f"has {tokenizer.vocab_size} tokens, but the model only {model.vocab_size}",
                 field="tokenizer",
                 received=tokenizer.vocab_size,
                 fix="use the model's own tokenizer",
             )
     elif section.drafts.num_layers or (isinstance(section, PretrainConfig) and section.stages):
         raise ConfigError(
-            "draft layers and stages need an architecture that is defined here",
+            "draft layers and stages need an architecture that Étude implements",
             field="initial_checkpoint",
             received=config.initial_checkpoint,
         )
@@ -272,7 +272,7 @@ def open_drafts(config: RunConfig, section: MixtureConfig, model: LanguageModel)
         initialise_drafts(drafts, config.seed)
     elif len(drafts.layers) != wanted:
         raise ConfigError(
-            f"the checkpoint has {len(drafts.layers)}",
+            f"must be {len(drafts.layers)}, as in the checkpoint",
             field="drafts.num_layers",
             received=wanted,
             fix=f"set it to {len(drafts.layers)}",
@@ -285,14 +285,14 @@ def check_ranks(config: RunConfig, section: MixtureConfig) -> None:
     parallel, initial = config.parallel, config.initial_checkpoint
     if section.drafts.num_layers and parallel.replicate != parallel.ranks:
         raise ConfigError(
-            "draft layers learn beside whole copies of the model only",
+            "draft layers need a whole copy of the model in each process",
             field="drafts.num_layers",
             received=section.drafts.num_layers,
             fix="set parallel.fsdp, parallel.expert, parallel.context and parallel.tensor to 1",
         )
     if parallel.ranks > 1 and initial is not None and read_architecture(Path(initial)) is None:
         raise ConfigError(
-            "several ranks train architectures that are defined here",
+            "several ranks can train only an architecture that Étude implements",
             field="parallel.ranks",
             received=parallel.ranks,
             fix="train other architectures in one process",

@@ -46,7 +46,7 @@ def resolve_model(config: RunConfig, *, samples: bool = True) -> RunConfig:
             f"the model of initial_checkpoint has a window of {window} tokens",
             field="agent.max_tokens",
             received=config.agent.max_tokens,
-            fix="set it lower, or begin with another checkpoint",
+            fix="set it lower, or start from another checkpoint",
         )
     own = read_architecture(directory)
     if own is None:
@@ -82,11 +82,11 @@ def check_format(config: RunConfig) -> None:
         for field, received, taught in (*frame, *(tools if config.tasks.has_shipped_family else ())):
             if received not in ("auto", taught):
                 raise ConfigError(
-                    f"mid-training teaches {taught!r} and nothing else",
+                    f"mid-training teaches only {taught!r}",
                     field=f"agent.{field}",
                     received=received,
-                    fix="leave it out, or begin with another model (initial_checkpoint), or teach it by a "
-                    "family of your own",
+                    fix="leave it out, start from another model (initial_checkpoint), or teach it with a "
+                    "task family of your own",
                 )
         return
     directory = Path(config.initial_checkpoint)
@@ -130,7 +130,7 @@ def check_routing(config: RunConfig, model: AnyModel) -> None:
     samples = not rl.stream.source and config.engine.backend == "vllm"
     if samples and rl.router_replay == "r3" and model.num_experts and not config.engine.vllm.record_routes:
         raise ConfigError(
-            "replays the experts that the engine records, and vLLM is set to record none",
+            "replays the experts that the engine records, but vLLM is configured to record none",
             field="rl.router_replay",
             received=rl.router_replay,
             fix='set engine.vllm.record_routes = true, or rl.router_replay to "r2" or "off"',
@@ -141,14 +141,14 @@ def _check_sampled(config: RunConfig, directory: Path) -> None:
     """Raises ConfigError unless vLLM samples a foreign architecture, and no other clusters do."""
     if config.engine.backend != "vllm":
         raise ConfigError(
-            f"needs an architecture that is defined here, and {directory.name}'s is not",
+            f"needs an architecture that Étude implements, unlike that of {directory.name}",
             field="engine.backend",
             received=config.engine.backend,
             fix='set it to "vllm": such models train through transformers and sample through vLLM',
         )
     if config.clusters.listen:
         raise ConfigError(
-            f"clusters sample from architectures that are defined here, and {directory.name}'s is not",
+            f"needs an architecture that Étude implements, unlike that of {directory.name}",
             field="clusters.listen",
             received=config.clusters.listen,
             fix="leave it out",

@@ -29,14 +29,13 @@ _LEAST_SAMPLED = 256
 token may differ by 0.1."""
 
 _CAUSES = (
-    "look for weights that did not arrive whole (compare digests), another number format on one side, "
-    "experts that are chosen anew instead of replayed, or a kernel that computes wrongly: "
-    "`etude doctor parity CHECKPOINT` tries each alone; a gap that is understood may be let through with "
-    "parity.limit or parity.on_failure"
+    "check for incomplete weights (compare digests), different number formats, experts that are chosen "
+    "again instead of replayed, or a faulty kernel: `etude doctor parity CHECKPOINT` tests each alone; "
+    "to accept a known difference, set parity.limit or parity.on_failure"
 )
 _CAUSES_EXACT = (
-    'numerics="invariant" promises equal bits: look for weights that differ, or an operation that went past '
-    'model.ops; numerics="fast" does without the promise'
+    'numerics="invariant" requires equal bits: check for weights that differ and for operations that bypass '
+    'model.ops; or set numerics="fast"'
 )
 
 

@@ -253,7 +253,7 @@ async def _open(model: AnyModel, config: RunConfig) -> AsyncIterator[tuple[Weigh
         return
     if not isinstance(model, LanguageModel):
         raise ConfigError(
-            "our engine samples from architectures that are defined here",
+            "Étude's engine does not implement this architecture",
             field="engine.backend",
             received=config.engine.backend,
             fix="compare such a model with vLLM",

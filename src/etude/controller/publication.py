@@ -189,7 +189,7 @@ class Publication:
         def on_failure(error: EtudeError, pause_s: float | None) -> None:
             self._failed += 1
             if pause_s is not None:
-                self._observer.say(f"a publication failed, and is tried again: {error}")
+                self._observer.say(f"a publication failed and will be tried again: {error}")
                 step = self._served.step if self._served is not None else 0
                 self._metrics.write(KIND, step, {"failed": str(error), "wall_s": self._wall_s()})
                 self._copied.set()

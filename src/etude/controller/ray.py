@@ -224,10 +224,10 @@ class RayExecutor:
                 await self._group.ready()
         except TimeoutError:
             raise ResourceError(
-                "Ray finds no room for all parts at once: " + describe_parts(parts),
+                "Ray has too few resources for all parts at once: " + describe_parts(parts),
                 field="cluster.placement",
                 received=self._settings.placement,
-                fix=f"it has {_available()}; start more machines, or ask for less in [cluster]",
+                fix=f"start more machines, or request less in [cluster]; Ray has {_available()}",
             ) from None
 
     async def make_room(self, part: Resources) -> None:
@@ -240,7 +240,7 @@ class RayExecutor:
         try:
             await self._rooms[part.part].ready()  # waits again after its machine was lost
         except RayError as error:
-            raise PartLostError(f"has no room: {describe_ray_error(error)}", field=part.part) from error
+            raise PartLostError(f"cannot be placed: {describe_ray_error(error)}", field=part.part) from error
 
     def release_room(self, part: str) -> None:
         """Releases what `make_room` reserved or waits for; does nothing for other parts."""
@@ -271,7 +271,7 @@ class RayExecutor:
                     f"did not start within {self._settings.start_timeout_s:.0f} s",
                     field=name,
                     received=describe_parts([wanted]),
-                    fix=f"Ray has {_available()} free; cluster.start_timeout_s allows longer",
+                    fix=f"raise cluster.start_timeout_s; Ray has {_available()} free",
                 ) from None
             if isinstance(error, RayError):
                 raise PartLostError(f"did not start: {describe_ray_error(error)}", field=name) from error
@@ -341,7 +341,7 @@ def describe_ray_error(error: RayError) -> str:
     words = " ".join(line for line in str(cause).strip().splitlines() if not line.startswith(("\t", " ")))
     if len(words) > _LONGEST_WORDS:
         words = f"{words[:_LONGEST_WORDS]}..."
-    return f"{type(cause).__name__}: {words or 'no words'}"
+    return f"{type(cause).__name__}: {words or 'no message'}"
 
 
 @contextlib.contextmanager

@@ -56,10 +56,10 @@ def check_address(settings: ClusterConfig) -> None:
         )
     except subprocess.TimeoutExpired:
         raise ConfigError(
-            "something listens there, and does not answer as a Ray cluster does",
+            "something listens at this address, but does not answer like a Ray cluster",
             field="cluster.address",
             received=settings.address,
-            fix=f"{fix}; cluster.connect_timeout_s allows longer",
+            fix=f"{fix}, or raise cluster.connect_timeout_s",
         ) from None
     if probe.returncode:
         lines = probe.stderr.strip().splitlines() or [f"exit status {probe.returncode}"]

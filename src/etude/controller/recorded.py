@@ -54,7 +54,7 @@ class RecordedSource:
         """The expert routes of a segment. Raises ConfigError where they were not stored."""
         if self._blobs is None or ref.url.startswith("memory:"):
             raise ConfigError(
-                "the expert routes of these trajectories were not kept",
+                "the expert routes of these trajectories were not stored",
                 field="rl.router_replay",
                 received="r3",
                 fix="set it to 'r2' or 'off', or record with rl.keep_routes = true",
@@ -72,7 +72,7 @@ def resolve_recorded(config: RunConfig) -> RunConfig:
     directory = config.initial_checkpoint or str(source.path / "checkpoints" / MIDTRAINED)
     if not (Path(directory) / TOKENIZER_FILE).exists():
         raise ConfigError(
-            "needs a checkpoint with its tokenizer to begin with",
+            "must name a checkpoint with a tokenizer to start from",
             field="initial_checkpoint",
             received=config.initial_checkpoint,
             fix="name the model that sampled the trajectories",

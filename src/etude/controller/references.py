@@ -144,7 +144,7 @@ async def _solve(task: Task, site: Site, limits: EpisodeLimits) -> dict[str, str
     }
     found = {path: text for path, text in texts.items() if text is not None}
     if len(found) < len(texts):
-        raise _UnplayableError("its solution deletes files, or writes some that are no text")
+        raise _UnplayableError("its solution deletes files, or writes files that are not text")
     return found
 
 

@@ -48,7 +48,7 @@ def check_turn(trajectory: Trajectory, turn: int, first: int = 1) -> None:
     last = len(trajectory.turns)
     if not first <= turn <= last:
         raise ConfigError(
-            "there was no such turn", field="--turn", received=turn, fix=f"a number from {first} to {last}"
+            "there is no such turn", field="--turn", received=turn, fix=f"give one from {first} to {last}"
         )
 
 
@@ -66,7 +66,7 @@ def find_task(stored: Stored, directory: Path | None = None) -> Task:
     digest = task_template(task).digest
     if trajectory.image_digest and digest != trajectory.image_digest:
         raise TaskError(
-            "the task's files are not those with which the trajectory began",
+            "the task's files differ from those that the trajectory started with",
             field="task" if directory is None else "--task",
             received=task.id,
             fix="use the commit that made the run, or name the task's own directory with --task",
@@ -88,7 +88,7 @@ def _made_task(stored: Stored) -> Task:
             if task.id == identity.task:
                 return task
     raise TaskError(
-        "is not a task that its run generates" if config else "nobody knows the trajectory's task",
+        "is not a task that its run generates" if config else "the trajectory's task is unknown",
         field="task",
         received=identity.task,
         fix="name its Harbor directory with --task DIR",
@@ -108,7 +108,7 @@ def recorded_session(stored: Stored, task: Task, renderer: Renderer) -> AgentSes
                 f"the trajectory was recorded with another one ({recorded[:12] or 'unknown'})",
                 field=name,
                 received=digest[:12],
-                fix="name the run that it is from, or a model that was made from it, with --run",
+                fix="name with --run the run that recorded it, or a model that was trained from it",
             )
     limits = EpisodeLimits() if config is None else EpisodeLimits.from_config(config)
     jittered = limits.summary

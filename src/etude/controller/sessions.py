@@ -73,7 +73,7 @@ class SessionReader:
                 else:
                     loaded.documents.append(document)
         if not loaded.documents:
-            longer = f"take a model with a longer window than {self.window} tokens, or shorter sessions"
+            longer = f"use a model with a longer window than {self.window} tokens, or shorter sessions"
             raise ConfigError(
                 "has no sessions to train on",
                 field=f"source {name}",
@@ -108,7 +108,7 @@ class SessionReader:
             return recorded or self._rendered(name, str(file), atif_messages(json.loads(data)), [], loaded)
         except StoreError as error:
             raise ConfigError(
-                f"{file}: is no ATIF file: {error.field}: {error.message}",
+                f"{file}: is not an ATIF file: {error.field}: {error.message}",
                 field=f"source {name}",
                 fix=_SOURCES,
             ) from error
@@ -133,7 +133,7 @@ class SessionReader:
             known, largest = segment.tokenizer_digest, int(segment.tokens.max())
             if known not in ("", self.tokenizer.digest) or largest >= self.tokenizer.vocab_size:
                 raise ConfigError(
-                    f"the tokens of {trajectory.id} are another tokenizer's",
+                    f"the tokens of {trajectory.id} are of another tokenizer",
                     field=f"source {name}",
                     received=known or largest,
                     fix="fine-tune the model that wrote the sessions, or give them as messages",
@@ -153,9 +153,9 @@ class SessionReader:
                 messages, tools = row["messages"], row.get("tools") or []
             except (UnicodeDecodeError, ValueError, KeyError, TypeError, AttributeError) as error:
                 raise ConfigError(
-                    f"{where}: is no chat: {type(error).__name__}: {error}",
+                    f"{where}: is not a valid chat: {type(error).__name__}: {error}",
                     field=f"source {name}",
-                    fix='write one object per line, with "messages" and perhaps "tools"',
+                    fix='write one object per line, with "messages" and optionally "tools"',
                 ) from error
             yield self._rendered(name, where, messages, tools, loaded)
 

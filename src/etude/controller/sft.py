@@ -29,11 +29,11 @@ def check_sft(config: RunConfig) -> None:
     """Raises ConfigError, before a run directory is made, for settings with which the run cannot start."""
     resolve(config)
     for missing, field, fix in (
-        (config.initial_checkpoint is None, "initial_checkpoint", "--from DIRECTORY: the model to fine-tune"),
-        (not config.sft.sources, "sft.sources", "--data NAME=PATH, or [sft.sources.NAME]"),
+        (config.initial_checkpoint is None, "initial_checkpoint", "name the model with --from DIRECTORY"),
+        (not config.sft.sources, "sft.sources", "give --data NAME=PATH, or [sft.sources.NAME]"),
     ):
         if missing:
-            raise ConfigError("there is none", field=field, fix=fix)
+            raise ConfigError("is missing", field=field, fix=fix)
     _choose_format(config)
 
 

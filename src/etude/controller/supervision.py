@@ -113,7 +113,7 @@ class Supervision:
             raise PartLostError(
                 f"did not come back within {within_s:.0f} s",
                 field=name,
-                fix="look at what ended it, and go on with --resume; cluster.patience_s allows longer",
+                fix="find out what ended it, then continue with --resume; or raise cluster.patience_s",
             ) from None
 
 
@@ -256,7 +256,7 @@ class Supervisor(Generic[PartT]):
             last, self.handle = self.handle, None
             if last is not None:
                 last.kill()
-            self._give_up("cannot be watched over", repr(error))
+            self._give_up("cannot be monitored", repr(error))
 
     async def _run_processes(self, handle: Handle[PartT]) -> None:
         while True:
@@ -295,7 +295,7 @@ class Supervisor(Generic[PartT]):
     def _give_up(self, what: str, cause: str) -> None:
         """Makes all callers that wait for the part raise, now or later."""
         self.failure = PartLostError(
-            f"{what}, and is started no more",
+            f"{what}, and will not be started again",
             field=self.name,
             received=cause,
             fix="remove the cause, then continue with --resume",
@@ -371,5 +371,5 @@ class SupervisedParts(Generic[PartT]):
         await self._supervision.wait_until(is_decided, patience_s, names)
         parts = self._supervisors.values()
         if not any(part.handle for part in parts):
-            missing = PartLostError("there is none of its kind", fix="let one join")
+            missing = PartLostError("no part of this kind is left", fix="add one")
             raise next((part.failure for part in parts if part.failure), missing)

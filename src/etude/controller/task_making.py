@@ -42,10 +42,10 @@ def make_task_set(
     sandboxes that cannot run the images in which they are made."""
     if config.sandbox.backend.partition(":")[0] in ENGINES:
         raise ConfigError(
-            "tasks are made in layers of images, which containers do not run",
+            "making tasks needs layered images, which container backends do not run",
             field="sandbox.backend",
             received=config.sandbox.backend,
-            fix="use local; what was made can be played on podman too",
+            fix="use local; the finished tasks can also be played on podman",
         )
     project = read_project(repo)
     past = find_past(repo, releases, project)

@@ -121,7 +121,7 @@ def _load(
         )
     share = len(forgeable) / len(verified)
     num_unsolved = sum(not has_solution(task) for task in verified)
-    unsolved = [f"  {num_unsolved} have no solution: that they can be solved is not known"]
+    unsolved = [f"  {num_unsolved} have no solution, so it is not known whether they can be solved"]
     words = [
         f"tasks: {len(verified)} of {len(checked)} in {directory} are verified; "
         f"an agent could forge the verdict on {len(forgeable)} of these ({share:.0%})",
@@ -151,7 +151,7 @@ def calibrate_task_set(directory: Path, evaluation: Path) -> Counter[str]:
     if not levels:
         raise TaskError(
             "holds none of the tasks that were evaluated", field="DIRECTORY", received=str(directory),
-            fix="name the directory that was the --suite",
+            fix="name the directory that was evaluated with --suite",
         )  # fmt: skip
     return levels
 
@@ -264,7 +264,7 @@ async def _check(
             if all(task.metadata.get(key) == value for key, value in only.items()):
                 if name_of.setdefault(task.id, path.name) != path.name:
                     raise TaskError(
-                        f"{name_of[task.id]} has this id, too", field="id of the task", received=task.id,
+                        f"{name_of[task.id]} has the same id", field="id of the task", received=task.id,
                         fix="give each its own",
                     )  # fmt: skip
                 rows.append(CheckedTask(path.name, task, TaskReport(task.id, None)))
@@ -274,7 +274,7 @@ async def _check(
         wanted = ", ".join(f"{key} = {value!r}" for key, value in only.items())
         raise TaskError(
             f"holds no task whose metadata have {wanted}", field=field, received=str(directory),
-            fix="change tasks.only",
+            fix="correct tasks.only",
         )  # fmt: skip
 
     async def find_images(row: CheckedTask) -> CheckedTask:

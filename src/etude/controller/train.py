@@ -102,7 +102,7 @@ def train(
             config = continue_plan(config, run, has_begun=has_begun, is_planned=with_forecast)
         ended = report.get("rl_steps") == config.rl.num_steps or report.get("tasks_exhausted", False)
         if "heldout_after" in report and ended:
-            observer.say("the run is finished already")
+            observer.say("the run has already finished")
             return report
         for key in [key for key in report if key.endswith("_after") or key == "wall_s"]:
             del report[key]  # of a sitting that ended before the run did
@@ -227,7 +227,7 @@ class _Run:
             store_plan(self.run, asked, self.config)
             steps = self.config.midtrain.num_steps, self.config.rl.num_steps
             self.observer.say(
-                "for {:g} s: {} steps of mid-training, {} of RL".format(asked.max_wall_s, *steps)
+                "plan for {:g} s: {} steps of mid-training, {} of RL".format(asked.max_wall_s, *steps)
             )
         source = self.family.source()
         num_groups = source.end if isinstance(source, EpochSource) else None
@@ -416,7 +416,7 @@ class _Run:
         try:
             yield
         except ResourceError as error:
-            self.observer.say(f"the snapshot {name} is not kept: {error.message}")
+            self.observer.say(f"the snapshot {name} is not saved: {error.message}")
         else:
             self.metrics.write("curve", 0, {"name": name, "wall_s": self.stop.elapsed_s})
 

@@ -149,4 +149,4 @@ class TrainingPart:
         try:
             save_peft(self._trainer.adapters, self._trainer.whole_model(), directory, base)
         except CheckpointError as error:
-            self._observer.say(f"no adapters are written for the peft library: {error}")
+            self._observer.say(f"the adapters cannot be written for the peft library: {error}")

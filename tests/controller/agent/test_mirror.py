@@ -167,5 +167,5 @@ def test_advice_about_too_much_fits_the_directory(
 
 
 def test_the_whole_machine_is_no_directory_to_work_on() -> None:
-    with pytest.raises(ConfigError, match="whole machine"):
+    with pytest.raises(ConfigError, match="root directory"):
         DirectoryTree(Path("/"))

@@ -235,7 +235,7 @@ def test_sessions_go_only_to_weights_that_are_new_enough(tmp_path: Path) -> None
             sink.failures = 1_000
             await world.serve(1)
             session = asyncio.create_task(world.session())
-            await world.until(lambda: any("cannot be had" in line for line in world.observer.lines))
+            await world.until(lambda: any("cannot be fetched" in line for line in world.observer.lines))
             assert not session.done(), "the cluster serves what is too old"
             sink.failures = 0
             found = await session

@@ -75,5 +75,5 @@ def test_a_run_that_does_not_say_what_it_samples_is_none(tmp_path: Path, told: d
     document = said_by(padded_run(tmp_path), tmp_path)
     del document["vocab_size"]
     (tmp_path / "there").mkdir()
-    with pytest.raises(InfrastructureError, match="does not describe itself"):
+    with pytest.raises(InfrastructureError, match="description is invalid"):
         configure_from_run({**document, **told}, tmp_path / "there", [])

@@ -266,7 +266,7 @@ def test_a_worker_that_joins_takes_the_place_of_one_that_was_given_up(tmp_path: 
         await workers.start()
         workers.handles["worker-0"][-1].kill()
         await until(lambda: "given up" in workers.made.journal.counts)
-        with pytest.raises(PartLostError, match="started no more"):
+        with pytest.raises(PartLostError, match="will not be started again"):
             await workers.run(0)
         joining = asyncio.ensure_future(workers.episodes.join("worker-1", workers.spawning("worker-1")))
         session = asyncio.ensure_future(workers.run(0))

@@ -251,7 +251,7 @@ def test_without_any_worker_left_sessions_say_so(tmp_path: Path) -> None:
         await workers.start()
         workers.handles["worker-0"][-1].kill()
         await until(lambda: "given up" in workers.made.journal.counts)
-        with pytest.raises(PartLostError, match="started no more"):
+        with pytest.raises(PartLostError, match="will not be started again"):
             await workers.run(0)
         await workers.shutdown()
 

@@ -16,7 +16,7 @@ MODE_HELP: Mapping[str, str] = {
     "preview": "nothing is written: changes stay in the sandbox; asks before calls that act outside of it",
     "ask": "asks before every edit and every command",
     "auto-edit": "edits are written without asking; asks before commands",
-    "full": "nothing is asked",
+    "full": "never asks",
 }
 Answer = Literal["once", "always", "no"]
 Ask = Callable[[ToolCall], Awaitable[Answer]]
@@ -28,15 +28,15 @@ def checked_mode(name: str, in_place: bool = False) -> Mode:
     """The mode of that name. Raises ConfigError. `in_place`: there is no copy, so no preview either."""
     if in_place and name == "preview":
         raise ConfigError(
-            "what changes in place has changed: there is nothing to preview",
+            "with --in-place changes take effect at once, and cannot be previewed",
             field="--approve",
             received=name,
-            fix="one of ask, auto-edit, full; or leave --in-place out",
+            fix="choose ask, auto-edit or full, or leave --in-place out",
         )
     for mode in get_args(Mode):
         if mode == name:
             return mode
-    raise ConfigError("no such mode", field="--approve", received=name, fix="one of " + ", ".join(MODES))
+    raise ConfigError("no such mode", field="--approve", received=name, fix="use one of " + ", ".join(MODES))
 
 
 @dataclass(slots=True, eq=False)

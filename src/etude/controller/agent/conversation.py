@@ -308,7 +308,7 @@ class Conversation:
             return policy.system
         most = min(MAX_PROJECT_WORDS_BYTES, policy.limits.max_tokens // 4)
         if len(data) > most:
-            self.face.emit(Notice(f"of {PROJECT_WORDS} the first {most} bytes are read"))
+            self.face.emit(Notice(f"only the first {most} bytes of {PROJECT_WORDS} are read"))
         text = data[:most].decode(errors="replace").strip()
         return policy.system_with(f"\n\nThe project says to agents, in {PROJECT_WORDS}:\n\n{text}")
 
@@ -460,7 +460,7 @@ async def _restore(conversation: Conversation) -> None:
     last = recorded[-1] if recorded else None
     if last is not None and (half := [file.path for file in last.files if file.before == file.after]):
         kept = conversation.folder.path / "changes" / f"{last.number:04d}.json"
-        words = f"the program was ended while it changed {', '.join(half)}: what was there is in {kept}"
+        words = f"the program stopped while it changed {', '.join(half)}: the old contents are in {kept}"
         conversation.face.emit(Notice(words))
     if conversation.is_open and last is not None and last.turn == conversation.num_turns and last.results:
         conversation.redo[last.turn] = last.results

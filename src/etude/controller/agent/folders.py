@@ -86,7 +86,7 @@ class SessionFolder:
             (folder.path / "changes").mkdir()
         except OSError as error:
             raise StoreError(
-                "the session's folder cannot be made", field="path", received=str(error)
+                "the session's folder cannot be created", field="path", received=str(error)
             ) from error
         folder._save()
         return folder
@@ -98,7 +98,7 @@ class SessionFolder:
             metas = list_sessions(root)
             if not metas:
                 raise ConfigError(
-                    "there is no session yet", field="--resume", received=identity, fix="begin one"
+                    "there is no session yet", field="--resume", received=identity, fix="start one"
                 )
             identity = metas[0].id
         path = root / identity
@@ -142,7 +142,7 @@ class SessionFolder:
         try:
             write_json(self.path / "changes" / name, change.to_dict())
         except OSError as error:
-            raise StoreError("the turn's changes cannot be kept", field=name, received=str(error)) from error
+            raise StoreError("the turn's changes cannot be saved", field=name, received=str(error)) from error
 
     def next_number(self) -> int:
         """The number of the next change."""
@@ -164,7 +164,7 @@ class SessionFolder:
             write_json(self.path / "session.json", document)
         except OSError as error:
             raise StoreError(
-                "the session cannot be kept", field="session.json", received=str(error)
+                "the session cannot be saved", field="session.json", received=str(error)
             ) from error
 
 

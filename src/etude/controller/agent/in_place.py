@@ -19,7 +19,7 @@ from etude.controller.agent.trees import LEFT_OUT_NAMES, MAX_FILE_BYTES, is_test
 from etude.errors import AgentError, ConfigError
 from etude.sandbox.template import Image, Template
 
-NOT_UNDONE = "what commands changed, and files above 8 MiB, cannot be undone: see git status"
+NOT_UNDONE = "changes by commands, and to files above 8 MiB, cannot be undone: see git status"
 MAX_TOUCHED_BYTES = 32 << 20
 """Most bytes of the files that are recorded before a call deletes a directory; else none are."""
 
@@ -147,5 +147,5 @@ def check_in_place(root: Path) -> None:
             "cannot be written",
             field="--in-place",
             received=str(root),
-            fix="give yourself the right to, or leave --in-place out: the agent then works on a copy",
+            fix="get write permission, or leave --in-place out: the agent then works on a copy",
         )

@@ -42,7 +42,7 @@ async def open_run(choice: ModelChoice, one_shot: bool) -> AsyncIterator[Policy]
     config = run.config
     if choice.index and (choice.index in SEARCHING) != (config.agent.index in SEARCHING):
         raise ConfigError(
-            f"the run's model was trained with {config.agent.index!r}, with or without semantic_search",
+            f"would change the tools: the run's model was trained with index {config.agent.index!r}",
             field="--index",
             received=choice.index,
             fix="leave it out",

@@ -18,10 +18,10 @@ from etude.sandbox.interface import Sandbox
 from etude.sandbox.template import Image, Template
 
 CHANGED_MEANWHILE = "it was changed meanwhile by someone else"
-EXISTS = "a file of yours lies there that the agent did not have"
+EXISTS = "a file of yours is there that the agent did not have"
 IGNORED = "git ignores it"
-LEFT_OUT = "such files neither enter the sandbox nor leave it"
-NO_TEXT = "its name holds characters that are no text"
+LEFT_OUT = "such files are never copied into or out of the sandbox"
+NO_TEXT = "its name is not valid text"
 
 
 @dataclass(slots=True, eq=False)
@@ -221,7 +221,7 @@ class Mirror:
         except AgentError as error:
             refusal = error
         # The agent has made the path a directory or a link: the person's file cannot be written there.
-        raise SandboxError("a file of yours cannot be put into the sandbox", field=path) from refusal
+        raise SandboxError("your file cannot be copied into the sandbox", field=path) from refusal
 
 
 def _put(files: dict[str, bytes], path: str, data: bytes | None) -> None:

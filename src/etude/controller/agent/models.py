@@ -91,7 +91,7 @@ class ModelChoice:
             return self
         if self.index:
             raise ConfigError(
-                "indexes a copy of the directory, and in place there is none",
+                "needs a copy of the directory, and --in-place makes none",
                 field="--index",
                 received=self.index,
                 fix="leave it out: grep searches the directory as it is",

@@ -92,19 +92,19 @@ async def open_surroundings(
         _check_image_choice(choice)
         image = await _find_image(choice, network, note)
         backend = open_people_backend(choice.backend, allow_private=choice.allow_private)
-        note(f"image {image.name}: the files lie in {Template(image=image).workspace}")
+        note(f"image {image.name}: the files are in {Template(image=image).workspace}")
         return backend, Surroundings(image, network, {}, has_environment=True)
     if choice.backend != "local":
         if choice.venv not in ("", NO_VENV):
             raise ConfigError(
-                "environments of the host are shown by the local backend alone",
+                "only the local backend can show a Python environment of this machine",
                 field="--venv",
                 received=f"{choice.venv} with --backend {choice.backend}",
                 fix="leave one of them out",
             )
         backend = open_people_backend(choice.backend, allow_private=choice.allow_private)
         if choice.in_place:
-            note("in place, and nothing keeps commands apart: they have all of your rights")
+            note("in place and not isolated: commands run with all of your permissions")
         return backend, Surroundings(
             network=network, has_environment=choice.in_place, in_place=choice.in_place
         )
@@ -166,7 +166,7 @@ def _check_image_choice(choice: SandboxChoice) -> None:
         )
     if choice.venv not in ("", NO_VENV):
         raise ConfigError(
-            "a sandbox with an image sees no environment of the host",
+            "a sandbox with an image cannot show this machine's Python environment",
             field="--venv",
             received=choice.venv,
             fix="leave it out, or install the project's packages in the image",
@@ -174,7 +174,7 @@ def _check_image_choice(choice: SandboxChoice) -> None:
     if choice.backend != "local":
         engine = choice.backend.partition(":")[0] in ENGINES
         raise ConfigError(
-            "images of the store run by the local backend",
+            "stored images run only with the local backend",
             field="--image" if choice.image else "--dockerfile",
             received=f"--backend {choice.backend}",
             fix="name an image of the engine: --backend podman:IMAGE" if engine else "leave --backend out",

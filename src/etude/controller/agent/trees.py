@@ -106,7 +106,7 @@ class DirectoryTree:
         self._root = root.resolve()
         if self._root == Path(self._root.anchor):
             raise ConfigError(
-                "is the whole machine, of which no sandbox can be made",
+                "is the root directory, which cannot be copied into a sandbox",
                 field="PATH",
                 received=str(root),
                 fix="name the directory of one project: etude agent ~/project",
@@ -150,7 +150,9 @@ class DirectoryTree:
 
     def _scan(self) -> dict[str, bytes]:
         if not self._root.is_dir():
-            raise ConfigError("is gone", field="PATH", received=str(self._root), fix="name another directory")
+            raise ConfigError(
+                "does not exist", field="PATH", received=str(self._root), fix="name another directory"
+            )
         cached: dict[str, _File] = {}
         self._left_out = []
         total_bytes = 0
@@ -197,7 +199,7 @@ class DirectoryTree:
                 "cannot be read",
                 field=path,
                 received=str(error),
-                fix="give yourself the right to read it, have git ignore it, or name another directory",
+                fix="make it readable, have git ignore it, or name another directory",
             ) from error
 
     def _read(self, path: str) -> bytes | None:
@@ -293,10 +295,10 @@ def _git(root: Path, arguments: Sequence[str], names: Sequence[str]) -> list[str
             listed: bytes = error.stdout  # of check-ignore, which exits with 1 where nothing is ignored
         elif any((folder / ".git").exists() for folder in (root, *root.parents)):
             raise ConfigError(
-                "is in a git work tree, and git does not say which files it ignores",
+                "is in a git work tree, but git cannot list the files that it ignores",
                 field="PATH",
                 received=git_fault(error),
-                fix="correct what git names, or name a copy without .git",
+                fix="fix the problem that git reports, or name a copy without .git",
             ) from error
         else:
             return None

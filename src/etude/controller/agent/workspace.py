@@ -107,7 +107,7 @@ class MirroredWorkspace:
     def _new_staying(self) -> dict[str, str]:
         """Paths that stay in the sandbox and were not reported yet, and why."""
         if new := [name for name in self.mirror.byproducts if name not in self.shown]:
-            self.emit(Notice(f"git ignores what commands made in {', '.join(new)}: it stays in the sandbox"))
+            self.emit(Notice(f"ignored by git, and so left in the sandbox: {', '.join(new)}"))
         staying = {path: why for path, why in self.mirror.staying.items() if path not in self.shown}
         self.shown |= staying.keys() | set(new)
         return staying

@@ -196,7 +196,7 @@ class Board:
                 "this cluster has not joined, or another has joined under its name",
                 field="member",
                 received=member_id,
-                fix="join again; give every cluster a name of its own",
+                fix="join again, and give every cluster its own name",
             )
         member.last_heard_s = self._clock()
         return member
@@ -324,9 +324,9 @@ def check_name(name: str) -> str:
     """Returns a valid cluster name unchanged. Raises ConfigError for any other."""
     if re.fullmatch(r"[A-Za-z0-9._-]{1,64}", name) is None:
         raise ConfigError(
-            "is no name for a cluster",
+            "is not a valid cluster name",
             field="name",
             received=name[:100],
-            fix="letters, digits, dots, dashes; 64 at most",
+            fix="use up to 64 letters, digits, dots, dashes and underscores",
         )
     return name

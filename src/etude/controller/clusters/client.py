@@ -121,7 +121,7 @@ class ControlClient:
                 f"the run does not answer: {error.message}",
                 field="control",
                 received=self.url,
-                fix="see whether it runs, and whether the way there is open",
+                fix="check that the run is running and can be reached from here",
             ) from error
 
     def _error(self, answer: Answer) -> Exception:
@@ -129,10 +129,10 @@ class ControlClient:
         field, fix = said.get("field"), said.get("fix")
         if status == 401 and field == "token":
             return ConfigError(
-                "the run asks for a token, and got none or another",
+                "the run requires a token, and received none or a wrong one",
                 field="token",
                 received=self.url,
-                fix="name where it is: --token file:PATH or env:NAME",
+                fix="give the run's token with --token file:PATH or env:NAME",
             )
         if status == 410:
             return UnknownMemberError(message, field="member", fix=fix)

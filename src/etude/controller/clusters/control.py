@@ -158,7 +158,7 @@ class Control:
             f"new weights have reached no cluster for {patience}",
             field="clusters.patience_s",
             received="; ".join(f"{member.name}: {member.trouble}" for member in stuck),
-            fix="see whether their relays run, and reach the weight store",
+            fix="check that their relays are running and can reach the weight store",
         )
 
     # ---- requests of clusters -------------------------------------------------------------------
@@ -181,7 +181,7 @@ class Control:
             check_name(name)
             if api != API:
                 raise ConfigError(
-                    "speaks another version of the control API", field="api", received=api, fix=f"{API} here"
+                    "uses another version of the control API", field="api", received=api, fix=f"use {API}"
                 )
             RunFingerprint(self._offer["fingerprint"]).check(fingerprint, name)
         except ConfigError:

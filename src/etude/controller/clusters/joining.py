@@ -103,7 +103,7 @@ async def _ask_description(
     run = await retry_async(ask, ControlLostError, backoff, on_failure=on_failure)
     if run is not None and run.get("api") != API:
         raise ConfigError(
-            f"speaks version {run.get('api')} of the control API, and this is {API}",
+            f"uses version {run.get('api')} of the control API, and this program version {API}",
             field="control",
             received=client.url,
             fix="install the run's version here",
@@ -124,20 +124,20 @@ def configure_from_run(
             (directory / Path(file).name).write_text(text, encoding="utf-8")
         vocab_size = int(run["vocab_size"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise InfrastructureError(f"the run does not describe itself: {error!r}", field="control") from error
+        raise InfrastructureError(f"the run's description is invalid: {error!r}", field="control") from error
     config = load_config(directory / "run.toml", overrides)
     if not config.weights.read_url and not config.weights.url:
         raise ConfigError(
-            "says nowhere where to read weights",
+            "is empty, as is weights.url: there is no source of weights",
             field="weights.read_url",
-            fix="--set weights.read_url=http://HOST:PORT, a relay of this cluster (`etude relay`)",
+            fix="give --set weights.read_url=http://HOST:PORT, a relay of this cluster (`etude relay`)",
         )
     if config.executor != "local":
         raise ConfigError(
             "must be 'local': a cluster's engine is in the process of its sessions",
             field="executor",
             received=config.executor,
-            fix="start `etude sample` once for each engine, with names of their own",
+            fix="start `etude sample` once for each engine, each with its own name",
         )
     config, tokenizer = resolve_numerics(config), Tokenizer.load(directory)
     model = SampledModel.configured(config, tokenizer)

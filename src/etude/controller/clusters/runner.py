@@ -245,12 +245,12 @@ async def open_clusters(
             await asyncio.to_thread(mark_over, store, config.name)
         except StoreError as error:
             observer.say(
-                f"clusters that come later will wait for this run: its end cannot be marked: {error}"
+                f"the run's end cannot be recorded; clusters that start later will wait for it: {error}"
             )
 
     with _serve(control, settings) as server:
         command = sampling_command(server.url, settings)
-        observer.say(f"control API at {server.url}: `{command}` plays sessions")
+        observer.say(f"control API at {server.url}: start clusters with `{command}`")
         try:
             yield Players(runner, AnnouncingSink(here.sink, control, on_announced), announce_end)
         finally:

@@ -96,7 +96,7 @@ _ATTEMPTS = 5
 """Deliveries of one session while the run answers with an error."""
 _SHORTEST_BEAT_S = 2.0
 """Shortest timeout of a heartbeat's response."""
-OVER = "the run has ended: nothing is left to play"
+OVER = "the run has ended: no sessions are left"
 """Message of a cluster that ends with its run."""
 _OLD_WEIGHTS_S = 1.0
 """Pause after weights that could not be fetched or activated."""
@@ -171,7 +171,7 @@ class SamplingCluster:
                 lost = error  # running sessions may finish
             await end_tasks(claiming)
             if not self._over.is_set():
-                self._say(f"{len(self._sessions)} sessions may finish")
+                self._say(f"waiting for {len(self._sessions)} sessions to finish")
                 await self._drain({beating, following, over})
             if lost is not None and not self._over.is_set():
                 raise lost
@@ -348,7 +348,7 @@ class SamplingCluster:
                 blobs.discard(ref)
         if len(data) > self._terms.max_bytes:
             raise StoreError(
-                "the session is larger than the run takes",
+                "the session is larger than the run accepts",
                 field="clusters.max_result_bytes",
                 received=len(data),
             )

@@ -53,7 +53,7 @@ class Supply:
                 f"no new weights have come for {self._patience_s:g} s: {trouble}",
                 field="weights.read_url",
                 received=self._source,
-                fix="see whether the relay runs and reaches the weight store, then join again",
+                fix="check that the relay is running and can reach the weight store, then join again",
             )
 
     async def watch(self, say: Callable[[str], None]) -> None:
@@ -63,9 +63,9 @@ class Supply:
             self.check()
             trouble = self.trouble
             if trouble and not was_reported:
-                say(f"weights cannot be had: {trouble}")
+                say(f"new weights cannot be fetched: {trouble}")
             elif was_reported and not trouble:
-                say("weights come again")
+                say("new weights can be fetched again")
             was_reported = bool(trouble)
             await asyncio.sleep(_LOOK_S)
 

@@ -66,12 +66,12 @@ class RunFingerprint:
             key for key in {*self.parts, *found} if self.parts.get(key, "") != found.get(key, "")
         )
         if differing:
-            shown = (f"{k}: {_short(self.parts, k)} in the run, {_short(found, k)} there" for k in differing)
+            shown = (f"{k}: {_short(self.parts, k)} in the run, {_short(found, k)} here" for k in differing)
             raise ConfigError(
-                f"the cluster {name} would play other sessions than the run",
+                f"the cluster {name} would not play the same sessions as the run",
                 field=differing[0],
                 received="; ".join(shown),
-                fix="install the same versions there, and override nothing that decides sessions",
+                fix="install the run's versions, and override no setting that affects sessions",
             )
 
 
@@ -115,7 +115,7 @@ def order_of(raw: Mapping[str, Any]) -> Order:
             bool(raw["training"]),
         )
     except (KeyError, TypeError, ValueError) as error:
-        raise InfrastructureError(f"the run sent no session: {error!r}", field="claim") from error
+        raise InfrastructureError(f"the run sent an invalid session: {error!r}", field="claim") from error
 
 
 def version_key(version: PolicyVersion | None) -> str:

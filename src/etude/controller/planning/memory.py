@@ -93,7 +93,7 @@ def _on_one_machine(
         parts.append(MemoryPart("processes", alike * process_bytes, why))
     if processes.apart:
         store = config.cluster.object_store_bytes
-        parts.append(MemoryPart("object store", store, "of Ray, if it is filled"))
+        parts.append(MemoryPart("object store", store, "of Ray, when full"))
     return parts
 
 

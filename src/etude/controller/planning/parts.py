@@ -57,7 +57,7 @@ def trainer_parts(config: RunConfig, sizes: ModelSizes, vocab_size: int, place: 
         MemoryPart("logits", logits, "blocks and their gradient, float32"),
     ]
     if config.rl.loss.kl_weight > 0 and not sizes.adapter_parameters:
-        parts.append(MemoryPart("reference", held * element_bytes, "weights that the KL is measured from"))
+        parts.append(MemoryPart("reference", held * element_bytes, "reference weights of the KL divergence"))
     if mesh.ranks > 1 and not publishes_in_parts(config):
         whole = sizes.parameters * element_bytes
         parts.append(MemoryPart("gathered weights", whole, "the whole model, while it is published"))
@@ -120,7 +120,7 @@ def _gradients(sizes: ModelSizes, held: float, cut: str, element_bytes: int, bat
 def _activations(config: RunConfig, sizes: ModelSizes, batches: float) -> MemoryPart:
     """Memory kept for the backward pass of micro-batches. An upper bound under tensor parallelism: heads and
     inner widths are divided, activations between layers are not."""
-    kept = "what enters each block" if config.activation_checkpointing else "all that the backward pass needs"
+    kept = "inputs of each block" if config.activation_checkpointing else "all that the backward pass needs"
     num_bytes = batches * sizes.saved_bytes / config.parallel.context
     return MemoryPart("activations", num_bytes, f"{batches * sizes.saved_tokens:,.0f} tokens: {kept}")
 
@@ -139,7 +139,7 @@ def _host_copies(
     if config.weights.url and not config.weights.scratch:
         share = published / (config.parallel.ranks if publishes_in_parts(config) else 1)
         parts.append(
-            MemoryPart("published weights", STORE_COPIES * share, "the last version and the one on its way")
+            MemoryPart("published weights", STORE_COPIES * share, "the last version and the one in transfer")
         )
     elif not config.weights.url and config.executor == "local" and not config.rl.stream.source:
         kept = KEPT_VERSIONS * published
@@ -173,4 +173,4 @@ def _cut(config: RunConfig) -> str:
     mesh = config.parallel
     axes = {"fsdp": mesh.fsdp, "expert": mesh.expert, "tensor": mesh.tensor}
     cut = " x ".join(f"{axis} {size}" for axis, size in axes.items() if size > 1)
-    return f", cut over {cut}" if cut else ""
+    return f", divided over {cut}" if cut else ""

@@ -57,10 +57,10 @@ def make_plan(config: RunConfig) -> Plan:
     config = resolve_model(config)
     if not _is_defined_here(config):
         raise ConfigError(
-            "only architectures that are defined here can be counted",
+            "only architectures that Étude implements can be planned",
             field="initial_checkpoint",
             received=config.initial_checkpoint,
-            fix="run one step of a small copy of it and look at what it takes",
+            fix="run one step of a small copy of it, and measure what it needs",
         )
     check_division(config.model, config.parallel)
     place, device = _place(config)
@@ -100,8 +100,8 @@ def check_fits(config: RunConfig, plans: Sequence[MemoryPlan]) -> None:
                 fixes.append(_fix(config, part))
                 lacking -= part.num_bytes
         raise ResourceError(
-            f"the {memory.device} needs {memory.total_bytes / 1e9:.1f} GB, and there are "
-            f"{memory.available_bytes / 1e9:.1f} GB",
+            f"the {memory.device} needs {memory.total_bytes / 1e9:.1f} GB, and only "
+            f"{memory.available_bytes / 1e9:.1f} GB are available",
             field=parts[0].name,
             received=f"{parts[0].num_bytes / 1e9:.1f} GB",
             fix="; ".join(dict.fromkeys(fixes)),
@@ -143,11 +143,9 @@ def _fix(config: RunConfig, part: MemoryPart) -> str:
         "object store": "set cluster.object_store_bytes lower",
         "gathered weights": "name a store (weights.url), to which every rank publishes its own part",
         "published weights": "keep them on disk: weights.scratch (with a store, weights.url)",
-        "gradients": "train adapters (rl.adapter.rank), or cut the model over more ranks (parallel.fsdp)",
+        "gradients": "train adapters (rl.adapter.rank), or divide the model over more ranks (parallel.fsdp)",
     }
-    return fixes.get(
-        part.name, "take a smaller model or a larger device, or cut the model up (parallel.fsdp)"
-    )
+    return fixes.get(part.name, "use a smaller model or a larger device, or divide the model (parallel.fsdp)")
 
 
 def _place(config: RunConfig) -> tuple[Place, torch.device]:
@@ -159,10 +157,10 @@ def _place(config: RunConfig) -> tuple[Place, torch.device]:
     for name in ("device_memory_gb", "peak_tflops", "bandwidth_gb_per_s"):
         if not getattr(plan, name):
             raise ConfigError(
-                "there is no GPU here to measure",
+                "this machine has no GPU to measure",
                 field=f"plan.{name}",
                 received=0,
-                fix=f"say what the GPU has: --set plan.{name}=...",
+                fix=f"give the GPU's value with --set plan.{name}=...",
             )
     return Place("cuda", "float32" if config.dtype == "float32" else "bfloat16", "gpu"), torch.device("cpu")
 

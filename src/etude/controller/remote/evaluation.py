@@ -137,7 +137,7 @@ class BackgroundEvaluation:
         step = manifest.version.step
         self.resume_from(step)
         if self._judging is not None and not self._judging.done():
-            self._observer.say(f"evaluation: step {step} is left out, the last one is not over")
+            self._observer.say(f"evaluation of step {step} is skipped: the previous one is still running")
             return
         self._judging = asyncio.create_task(self._judge(manifest, wall_s))
 

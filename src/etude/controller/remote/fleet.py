@@ -97,7 +97,7 @@ class EngineFleet(PatientSampler):
         raise PartLostError(
             f"no engine could stage {manifest.version}, {self._settings.give_up_after} times in a row",
             received=str(failure),
-            fix="see what ends its process: two versions must fit beside each other",
+            fix="find out what ends its process: two versions of the weights must fit into memory",
         ) from failure
 
     async def _stage_on_those_up(self, manifest: WeightManifest) -> InfrastructureError | None:
@@ -250,7 +250,7 @@ def check_build(found: Build, wanted: Build, name: str) -> None:
     if not differing:
         return
     raise ConfigError(
-        "is built otherwise than the run's own process",
+        "runs other software or hardware than the run's own process",
         field=name,
         received=", ".join(differing),
         fix="install the same versions on machines of the same kind",

@@ -199,13 +199,15 @@ class SupervisedTrainer(Handle[TrainingPart]):
         replayed = [batch for batch in self._trained if batch.step > restored]
         if [batch.step for batch in replayed] != list(range(restored + 1, self._version.step + 1)):
             raise CheckpointError(
-                f"holds step {restored}, and the batches up to step {self._version.step} are not all kept",
+                f"holds step {restored}, but not all batches up to step {self._version.step} are kept",
                 field="checkpoint",
                 received=str(newest),
-                fix="go on with --resume, which samples them again",
+                fix="continue with --resume, which samples them again",
             )
         for batch in replayed:
             await handle.call(RemoteTrainingPart.call_part, "step", batch.groups, batch.routes)
         if self._is_published:
             await handle.call(RemoteTrainingPart.call_part, "publish")
-        self._observer.say(f"trainer: at step {self._version.step} again, {len(replayed)} trained once more")
+        self._observer.say(
+            f"trainer: restored to step {self._version.step}, {len(replayed)} steps trained again"
+        )

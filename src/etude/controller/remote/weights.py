@@ -39,7 +39,7 @@ class DirectoryWeights:
                 f"these weights cannot be read: {error.message}",
                 field="url",
                 received=manifest.url,
-                fix="let all machines see cluster.weights_directory, or publish the current version again",
+                fix="make cluster.weights_directory visible to all machines, or publish this version again",
             ) from error
         check_tensors(manifest, tensors)
         return tensors
