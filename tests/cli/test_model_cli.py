@@ -107,7 +107,7 @@ def test_what_cannot_be_used_is_refused_and_leaves_nothing(tmp_path: Path, mista
     named = {
         "exists": "target: exists already",
         "absent": "SOURCE: does not exist",
-        "text": "cannot be read as GGUF: it is none",
+        "text": "is not a GGUF file",
         "pointer": "git lfs pull",
         "tokenizer": "is neither a byte-level BPE",
         "tokens": "vocab_size: the tokenizer has",
@@ -137,14 +137,14 @@ def test_a_chat_template_that_is_broken_is_shown_as_such(tmp_path: Path) -> None
 def test_a_directory_that_is_not_there_is_refused_without_advice_to_fetch_it_again(tmp_path: Path) -> None:
     result = etude("model", "show", str(tmp_path / "none"))
     assert (result.exit_code, "fetch it again" in result.stderr) == (2, False)
-    assert "config.json: is not there" in result.stderr
+    assert "config.json: is missing" in result.stderr
 
 
 def test_a_model_of_another_architecture_is_shown_with_what_is_not_defined_here(tmp_path: Path) -> None:
     config = _published(tmp_path) / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"model_type": "gemma"}))
     result = etude("model", "show", str(tmp_path))
-    assert "(config.json: model_type 'gemma': this architecture is not defined here)" in result.stdout
+    assert "(config.json: model_type 'gemma': Étude does not implement this architecture)" in result.stdout
 
 
 def _make_huge(directory: Path) -> None:

@@ -70,7 +70,7 @@ def test_a_run_goes_on_without_a_key_that_is_dropped(
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        (("--drop", "rl.num_steps"), "rl.num_steps: is a key of this version"),
+        (("--drop", "rl.num_steps"), "rl.num_steps: is still a valid key"),
         (("--drop", "rl.other"), "--drop rl.warm_restarts"),
     ],
 )

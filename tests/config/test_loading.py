@@ -181,7 +181,7 @@ def test_impossible_values_are_refused_by_field(override: str, field: str) -> No
         (("agent.mcp.a.command=it's", "agent.mcp.a.where=host"), "command: No closing quotation"),
         (
             ("agent.mcp.a.url=http://h", "agent.mcp.a.where=host"),
-            "env, where: are of a server that is started",
+            "env, where: apply only to a server that is started",
         ),
         (("rl.level_weights=[0,0,0]",), "level_weights: must be >= 0 and not all 0"),
         (("rl.level_weights=[1,-1,2]",), "level_weights: must be >= 0 and not all 0"),

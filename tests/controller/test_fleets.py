@@ -33,7 +33,7 @@ def test_several_servers_stand_in_a_configuration_by_name() -> None:
         parse_config({"sandbox": {"servers": {"a": {"url": "a:1"}}}})
     with pytest.raises(ConfigError, match=r"sandbox\.servers: a server's name .* no colon, received 'a:1'"):
         parse_config({"sandbox": {"servers": {"a:1": {"url": "http://a:1"}}}})
-    with pytest.raises(ConfigError, match=r"server, servers, servers_file: name one of them"):
+    with pytest.raises(ConfigError, match=r"server, servers, servers_file: set only one of them"):
         parse_config({"sandbox": {"server": "http://a:1", "servers_file": "servers.toml"}})
 
 

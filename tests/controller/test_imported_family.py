@@ -115,5 +115,5 @@ def test_a_word_that_is_no_family_is_refused_with_the_choice(tmp_path: Path) -> 
 
 
 def test_options_belong_to_a_family_of_ones_own(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="are for families of your own"):
+    with pytest.raises(ValueError, match="need a task family of your own"):
         tiny_config(tmp_path, tasks={"options": {"most": 9}})

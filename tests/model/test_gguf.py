@@ -64,7 +64,7 @@ def test_how_llama_3_stretches_positions_is_found_in_its_divisors(tmp_path: Path
     assert torch.equal(model.get_buffer("cosine"), expected.get_buffer("cosine"))
     other = divisors * np.linspace(1, 2, len(divisors), dtype=np.float32)
     write_gguf(tmp_path / "b.gguf", theirs, tensors=lambda t: t.update({"rope_freqs.weight": other}))
-    with pytest.raises(CheckpointError, match="stretches positions") as caught:
+    with pytest.raises(CheckpointError, match="scales positions") as caught:
         read(tmp_path / "b.gguf")
     assert caught.value.field == "rope_freqs.weight"
 
@@ -139,6 +139,6 @@ def test_a_damaged_file_is_refused(tmp_path: Path, damage: str) -> None:
         "type": whole[:kind] + (99).to_bytes(4, "little") + whole[kind + 4 :],
     }
     path.write_bytes(changed[damage])
-    with pytest.raises(CheckpointError, match="cannot be read as GGUF") as caught:
+    with pytest.raises(CheckpointError, match=r"is not a GGUF file|cannot be read as GGUF") as caught:
         read(path)
     assert caught.value.field == "a.gguf" and caught.value.fix

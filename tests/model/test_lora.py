@@ -132,7 +132,7 @@ def test_state_goes_on_exactly_and_only_over_its_own_base() -> None:
         (small_model(), CONFIG.model_copy(update={"targets": ("qkv",)})),
     ):
         before = score_sequences(other, [random_tokens(20)])[0]
-        with pytest.raises(CheckpointError, match="another base or configuration"):
+        with pytest.raises(CheckpointError, match="another base model or configuration"):
             Adapters(other, config).load_state(state)
         np.testing.assert_allclose(score_sequences(other, [random_tokens(20)])[0], before, rtol=1e-6)
 

@@ -71,7 +71,7 @@ def test_an_order_hangs_on_the_seed_and_not_on_how_tasks_are_listed() -> None:
 
 
 def test_no_tasks_and_two_of_one_id_are_refused() -> None:
-    with pytest.raises(TaskError, match="there is none"):
+    with pytest.raises(TaskError, match="there are none"):
         EpochSource([], 0)
     with pytest.raises(TaskError, match=r"two tasks have this id.*task-1"):
         EpochSource([*some_tasks(3), *some_tasks(2)[1:]], 0)
@@ -133,7 +133,7 @@ def test_a_run_goes_on_with_the_tasks_that_it_began_with_or_not_at_all() -> None
     assert Curriculum(EpochSource(moved, 0), CurriculumConfig(), again).begin()[0] == 0
     changed = [replace(tasks[0], instruction="Another."), *tasks[1:]]
     for other in (EpochSource(changed, 0), EpochSource(tasks[:2], 0), tasks.__getitem__):
-        with pytest.raises(ConfigError, match="others than those that the run began with"):
+        with pytest.raises(ConfigError, match="differ from those that the run started with"):
             Curriculum(other, CurriculumConfig(), CollectorState(**asdict(state)))
 
 

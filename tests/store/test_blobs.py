@@ -64,7 +64,7 @@ def test_a_reference_to_something_else_is_refused() -> None:
     blobs = MemoryBlobs()
     ref = blobs.put(np.zeros((2, 3), np.uint8))
     for changed in ({"digest": "0" * 32}, {"shape": (3, 2)}, {"dtype": "int8"}):
-        with pytest.raises(StoreError, match="does not fit"):
+        with pytest.raises(StoreError, match="does not match"):
             blobs.get(dataclasses.replace(ref, **changed))
 
 
@@ -76,7 +76,7 @@ def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="digest"):
         blobs.get(ref)
     path.write_bytes(b"\x09")
-    with pytest.raises(StoreError, match="does not fit"):
+    with pytest.raises(StoreError, match="does not match"):
         blobs.get(ref)
     path.unlink()
     with pytest.raises(StoreError, match="no such blob"):

@@ -86,7 +86,7 @@ def test_anything_else_is_refused(data: bytes) -> None:
 
 def test_what_unpacks_to_more_than_is_taken_is_refused_unread() -> None:
     trajectory, blobs = routed()
-    with pytest.raises(StoreError, match="more than is taken"):
+    with pytest.raises(StoreError, match="too large when unpacked"):
         unpack_trajectory(pack_trajectory(trajectory, blobs.get), 100)
 
 
@@ -97,5 +97,5 @@ def test_what_unpacks_to_more_than_is_taken_is_refused_unread() -> None:
 )
 def test_lengths_and_depths_beyond_all_bounds_are_refused(header: bytes) -> None:
     content = zstandard.compress(len(header).to_bytes(8, "little") + header)
-    with pytest.raises(StoreError, match="no whole session"):
+    with pytest.raises(StoreError, match="not a complete session"):
         unpack_trajectory(MAGIC + blake3(content).digest() + content, LIMIT)

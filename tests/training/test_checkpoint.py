@@ -72,7 +72,7 @@ def test_damage_to_any_file_is_refused(tmp_path: Path, name: str, damage: str) -
 
 def test_nothing_there_is_refused_by_name(tmp_path: Path) -> None:
     assert not has_checkpoint(tmp_path / "none")
-    with pytest.raises(CheckpointError, match="no checkpoint here"):
+    with pytest.raises(CheckpointError, match="not a complete checkpoint"):
         load_checkpoint(tmp_path / "none")
 
 

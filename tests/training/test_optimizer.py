@@ -173,7 +173,7 @@ def test_a_disk_without_room_costs_the_batch_and_not_the_run(tmp_path: Path) -> 
     offending = OffendingBatches(tmp_path / "offending")
     optimizer = Optimizer(model, OptimizerConfig(), 10, offending=offending)
     model.weight.grad = torch.full((2, 2), float("nan"))
-    with pytest.warns(UserWarning, match="is not kept"):
+    with pytest.warns(UserWarning, match="cannot be stored"):
         optimizer.step(lambda: {"tokens": torch.tensor([1])})
     assert (optimizer.num_taken, optimizer.num_skipped, model.weight.grad) == (1, 1, None)
 

@@ -94,7 +94,7 @@ def test_models_of_transformers_replay_what_was_recorded(kind: str) -> None:
     assert_equal_gradients(gradients(turned, "off"), native)
     with pytest.raises(AssertionError):
         assert_equal_gradients(gradients(turned, "r3"), native)
-    with pytest.raises(ConfigError, match="routes of another model"):
+    with pytest.raises(ConfigError, match="routes belong to another model"):
         gradients(_with_routes(group, rollouts, lambda routes: routes[:, :0]), "r3")
 
 

@@ -210,7 +210,7 @@ def test_a_cursor_of_another_log_is_refused(tmp_path: Path, rollouts: Rollouts) 
     stream = stream_over(TrajectoryLog(tmp_path / "a"))
     stream.next_groups(1)
     TrajectoryLog(tmp_path / "b").append([group_of(rollouts, 1)])
-    with pytest.raises(CheckpointError, match="does not hold the part"):
+    with pytest.raises(CheckpointError, match="lacks the part"):
         stream_over(TrajectoryLog(tmp_path / "b"), stream.state_dict())
 
 

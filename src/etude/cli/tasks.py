@@ -42,8 +42,7 @@ SettingsOption = Annotated[
 @tasks_app.command("show")
 def show_command(
     index: Annotated[
-        int,
-        typer.Argument(min=0, help="Index of the task. A split other than `train` is generated up to it."),
+        int, typer.Argument(min=0, help="Task index; splits other than `train` are generated up to it.")
     ],
     split: SplitOption = "train",
     seed: TrainSeedOption = None,
@@ -191,9 +190,7 @@ def make_command(
     ] = None,
     num_tasks: Annotated[int, typer.Option("--tasks", min=1, help="Number of tasks.")] = 200,
     runs: Annotated[int, typer.Option(min=2, help="Number of test runs, to find flaky tests.")] = 20,
-    minutes: Annotated[
-        float, typer.Option(min=0.1, help="Minutes after which no more changes are tested.")
-    ] = 45.0,
+    minutes: Annotated[float, typer.Option(min=0.1, help="Minutes for testing changes.")] = 45.0,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the changes.")] = 0,
     image: Annotated[
         str | None, typer.Option(help="Image that has the project's packages. Default: one is built.")

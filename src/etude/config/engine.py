@@ -49,7 +49,7 @@ class VllmConfig(Section):
     @model_validator(mode="after")
     def _fits_together(self) -> VllmConfig:
         if self.python and self.url:
-            raise ValueError(f"url: either a server is started or one is named, received {self.url!r} too")
+            raise ValueError(f"url: must be empty with python, which starts one, received {self.url!r}")
         for setting in self.environment:
             if "=" not in setting:
                 raise ValueError(f"environment: must be NAME=value, received {setting!r}")
@@ -59,7 +59,7 @@ class VllmConfig(Section):
                 raise ValueError(f"arguments: {name} must be 1 or more, received {size!r}")
         if int(sizes.get("dp", "1")) > 1:
             raise ValueError(
-                "arguments: one server is one replica, whose steps have one order; leave out "
+                "arguments: a server must be a single replica; leave out "
                 "--data-parallel-size and set cluster.engines to the number of replicas, received "
                 f"{sizes['dp']!r}"
             )

@@ -43,7 +43,7 @@ def drop_key(tree: Tree, key: str) -> Any:
     *sections, last = key.split(".")
     if last in _field_names(RunConfig, tuple(sections)):
         raise ConfigError(
-            "is a key of this version", field=key, fix=f"change it with --set {key}=..., or leave it"
+            "is still a valid key", field=key, fix=f"change it with --set {key}=..., or leave it"
         )
     node = tree
     for section in sections:
@@ -62,7 +62,7 @@ def _check_model_overrides(config: RunConfig, overrides: Iterable[str]) -> None:
         key, _, value = override.partition("=")
         if key.strip().startswith("model."):
             raise ConfigError(
-                "has no effect: the config.json of initial_checkpoint says what the model is",
+                "has no effect: the config.json of initial_checkpoint determines the model",
                 field=key.strip(),
                 received=value.strip(),
                 fix="remove it, or start without initial_checkpoint",

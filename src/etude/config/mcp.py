@@ -44,7 +44,7 @@ class McpConfig(Section):
         if self.url and not self.url.startswith(("http://", "https://")):
             raise ValueError(f"url: must begin with http:// or https://, received {self.url!r}")
         if self.url and (self.env or self.where == "host"):
-            raise ValueError("env, where: are of a server that is started, received some with url")
+            raise ValueError("env, where: apply only to a server that is started, received some with url")
         if self.where == "host":
             try:
                 shlex.split(self.command)

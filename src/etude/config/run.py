@@ -187,7 +187,7 @@ class TasksConfig(Section):
     @model_validator(mode="after")
     def _directory_is_named(self) -> TasksConfig:
         if self.options and self.has_shipped_family:
-            raise ValueError(f"options: are for families of your own, received some with {self.family!r}")
+            raise ValueError(f"options: need a task family of your own, received some with {self.family!r}")
         if (self.family == "directory") != bool(self.directory):
             raise ValueError(
                 'directory: must be named with family = "directory", and only then, '
@@ -362,7 +362,7 @@ class RunConfig(Section):
             )
         if self.executor == "ray" and self.rl.stream.source:
             raise ValueError(
-                'executor: must be "local" with rl.stream.source: what was recorded is trained on in one '
+                'executor: must be "local" with rl.stream.source: recorded sessions are trained on in one '
                 f"process, received {self.executor!r}"
             )
         if self.agent.max_message_tokens >= self.agent.max_tokens:
@@ -397,10 +397,10 @@ class RunConfig(Section):
         sandbox = self.sandbox
         for field, received, why in (
             ("rl.stream.source", self.rl.stream.source, "recorded sessions are not played"),
-            ("rl.forks.share", self.rl.forks.share, "nobody can fork a foreign agent in its middle"),
+            ("rl.forks.share", self.rl.forks.share, "a foreign agent's session cannot be forked"),
             ("agent.mcp", sorted(self.agent.mcp), _OWN_TOOLS),
             ("agent.index", self.agent.index.removeprefix("none"), _OWN_TOOLS),
-            ("agent.summary_at_tokens", self.agent.summary_at_tokens, "a foreign agent sums up by itself"),
+            ("agent.summary_at_tokens", self.agent.summary_at_tokens, "a foreign agent summarises by itself"),
             ("sandbox.server", sandbox.server or sandbox.servers_file or sandbox.servers, _NEAR),
             ("cluster.workers", self.cluster.workers, _NEAR),
             ("clusters.listen", self.clusters.listen, _NEAR),

@@ -101,7 +101,7 @@ class SandboxConfig(Section):
         if self.server and not _is_address(self.server):
             raise ValueError(f"server: must begin with http:// or https://, received {self.server!r}")
         if bool(self.server) + bool(self.servers) + bool(self.servers_file) > 1:
-            raise ValueError("server, servers, servers_file: name one of them; servers may be one or several")
+            raise ValueError("server, servers, servers_file: set only one of them; servers may be several")
         if self.allow_private and (self.server or self.servers or self.servers_file):
             raise ValueError(
                 "allow_private: give it to each server instead, `etude sandbox serve --allow-private`"

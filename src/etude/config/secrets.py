@@ -11,7 +11,7 @@ def _names_a_place(source: str) -> str:
     kind, _, name = source.partition(":")
     if source and (kind not in ("file", "env") or not name):
         # The given value may be the secret itself, which must not appear in a message.
-        raise ValueError("must be file:PATH or env:NAME, where the secret is; what was given is not shown")
+        raise ValueError("must be file:PATH or env:NAME, the secret's source; the value is not shown")
     return source
 
 

@@ -52,5 +52,5 @@ class WeightsConfig(Section):
         if self.scratch and not PurePath(self.scratch).is_absolute():
             raise ValueError(f"scratch: must be an absolute path, received {self.scratch!r}")
         if self.scratch and not self.url:
-            raise ValueError("scratch: is only for a store, name one with url or leave it out")
+            raise ValueError("scratch: needs a store; name one with url, or leave scratch out")
         return self

@@ -170,7 +170,7 @@ def conclusion(pass_rate: Mapping[str, Any]) -> str:
     if 2 / 2**num_clusters >= _SIGNIFICANCE:  # even if all agreed
         verdict = "undecided: so few clusters cannot show a difference"
     elif (p < _SIGNIFICANCE) != (not interval[0] <= 0 <= interval[1]):
-        verdict = "undecided: of interval and exact test, one alone shows a difference"
+        verdict = "undecided: only one of interval and exact test shows a difference"
     else:
         verdict = "a tie: no difference is shown" if p >= _SIGNIFICANCE else "a difference is shown"
     better, worse, tasks = pass_rate["better"], pass_rate["worse"], pass_rate["tasks"]

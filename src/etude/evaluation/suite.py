@@ -87,7 +87,7 @@ def check_infrastructure(trajectories: Sequence[Trajectory]) -> None:
         raise InfrastructureError(
             f"{len(failed)} of {len(trajectories)} sessions failed",
             received=failed[0].cause,
-            fix="correct what failed the first of them, and begin again",
+            fix="correct the cause of the first failure, and start again",
         )
 
 

@@ -69,7 +69,7 @@ def _check_magic(path: Path) -> None:
         if file.read(len(_MAGIC)) == _MAGIC:
             return
     fix = lfs_fix(path) or "name a GGUF file, or the model's Hugging Face directory"
-    raise CheckpointError("cannot be read as GGUF: it is none", field=path.name, received=str(path), fix=fix)
+    raise CheckpointError("is not a GGUF file", field=path.name, received=str(path), fix=fix)
 
 
 class GgufFile:
@@ -94,7 +94,7 @@ class GgufFile:
                 f"cannot be read as GGUF: {error}",
                 field=path.name,
                 received=str(path),
-                fix="fetch it again; if its type is newer than the gguf package, update that",
+                fix="fetch it again, or update the gguf package if the file's format is newer",
             ) from error
         if self.metadata.get("split.count", 0) > 1:
             raise CheckpointError(
@@ -111,7 +111,7 @@ class GgufFile:
         kind = self.metadata.get("general.architecture")
         if kind not in _ARCHITECTURES:
             raise ForeignModelError(
-                "this architecture is not read from GGUF",
+                "this architecture is not supported in GGUF files",
                 field="general.architecture",
                 received=kind,
                 fix=f"use one of {', '.join(_ARCHITECTURES)}, or the model's Hugging Face directory",
@@ -119,7 +119,7 @@ class GgufFile:
         for name in _REFUSED_FIELDS:
             if self.metadata.get(f"{kind}.{name}"):
                 raise ForeignModelError(
-                    "is not computed here",
+                    "is not implemented",
                     field=f"{kind}.{name}",
                     received=self.metadata[f"{kind}.{name}"],
                     fix="use the model's Hugging Face directory",
@@ -186,7 +186,7 @@ class GgufFile:
         base = self.metadata.get(f"{kind}.rope.freq_base", 10_000.0)
         if not torch.allclose(divisors, _llama3_divisors(len(divisors), base, llama3), rtol=1e-3):
             raise ForeignModelError(
-                "stretches positions in a way that is not known here",
+                "scales positions in a way that is not implemented",
                 field=_ROPE_FREQUENCIES,
                 received=[round(value, 3) for value in divisors.unique().tolist()],
                 fix="use the model's Hugging Face directory",

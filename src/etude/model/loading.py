@@ -58,7 +58,7 @@ def read_window(directory: Path) -> int:
         return int(config.get_text_config().max_position_embeddings)
     except Exception as error:  # anything that it raises for unexpected fields
         raise CheckpointError(
-            f"says no longest sequence that transformers understands: {error}",
+            f"names no maximum length that transformers understands: {error}",
             field="config.json",
             received=str(directory),
             fix="use a causal language model that this version of transformers knows",

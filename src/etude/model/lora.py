@@ -135,10 +135,10 @@ class Adapters(nn.Module):
         ):
             if given != own:
                 raise CheckpointError(
-                    "the adapters are of another base or configuration",
+                    "the adapters belong to another base model or configuration",
                     field=f"adapter.{field}",
                     received=given,
-                    fix="resume with the configuration and the initial checkpoint that the run began with",
+                    fix="resume with the configuration and the initial checkpoint that the run started with",
                 )
         self.load_state_dict(state["factors"])
 
@@ -197,7 +197,7 @@ def adapted_names(parameters: Mapping[str, Tensor], targets: Sequence[str]) -> l
         names = {name for name in parameters if _matches(name, target)}
         if not names:
             raise ConfigError(
-                "names no weight of the model",
+                "matches no weight of the model",
                 field="rl.adapter.targets",
                 received=target,
                 fix="use attention, feed_forward, or one of "

@@ -62,7 +62,7 @@ def save_peft(
     last_names = {name.rpartition(".")[2] for name in modules}
     if stacks and last_names & _PARTS:
         raise CheckpointError(
-            "adapts dense layers beside stacked experts, which the peft library takes for one another",
+            "adapts dense layers beside stacked experts, which the peft library confuses",
             field="rl.adapter.targets",
             received=sorted(last_names & _PARTS),
             fix="use the merged model, or adapt attention only",
@@ -136,7 +136,7 @@ def _of_ours(model: LanguageModel, name: str, left: Tensor, right: Tensor) -> It
             yield f"{prefix}.self_attn.{letter}_proj", right, rows
     else:
         raise CheckpointError(
-            "adapts latent attention, whose weights lie otherwise in checkpoints",
+            "adapts latent attention, whose weights have another layout in checkpoints",
             field="rl.adapter.targets",
             received=name,
             fix="use the merged model, or adapt out and feed_forward only",

@@ -128,7 +128,7 @@ class TransformersModel(nn.Module):
         asks_routers = routes is not None or statistics is not None
         if not isinstance(attention, PackedAttention) or (asks_routers and self.has_unknown_routers):
             raise ConfigError(
-                "transformers' models are computed in packed batches, and replay experts of usual routers",
+                "this model does not support packed batches, or its routers cannot be replayed",
                 field="model",
                 received=type(self.inner).__name__,
                 fix="switch route replay and the balance loss off, and sample with engine.backend = 'vllm'",
@@ -269,7 +269,7 @@ def _check_supported(config: Any) -> None:
     recurrent = sorted(kinds - _ATTENTION_KINDS) or [n for n in _STATE_FIELDS if getattr(text, n, None)]
     if config.is_encoder_decoder or recurrent:
         raise CheckpointError(
-            "is an encoder with a decoder" if config.is_encoder_decoder else "has layers that carry a state",
+            "is an encoder-decoder model" if config.is_encoder_decoder else "has recurrent layers",
             field="config.json: model_type",
             received=f"{config.model_type}: {', '.join(recurrent)}" if recurrent else config.model_type,
             fix="use a causal language model whose layers are all attention",
@@ -285,5 +285,5 @@ def _check_report(report: Mapping[str, Any]) -> None:
                 f"{len(names)} {kind.replace('_', ' ')}",
                 field="tensors",
                 received=names[:4],
-                fix="fetch the checkpoint again, or its config.json: the two do not belong together",
+                fix="fetch the checkpoint again, or its config.json: the two do not match",
             )

@@ -121,7 +121,7 @@ def _logits_of(router: nn.Module, output: Sequence[Tensor]) -> Tensor:
     wide = [tensor for tensor in output if tensor.shape[-1] == count and tensor.is_floating_point()]
     if not wide:
         raise RouteReplayError(
-            "this router does not tell its scores, so its load cannot be measured",
+            "this router does not return its scores, so its load cannot be measured",
             field="model",
             received=type(router).__name__,
             fix="set the balance weight to 0",

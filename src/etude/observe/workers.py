@@ -48,10 +48,10 @@ class WorkerFiles:
         self.read_status()
         if wanted != "auto" and wanted < 1:
             raise RunDirectoryError(
-                "a run that began with rollout workers keeps one at least",
+                "a run that started with rollout workers needs at least one",
                 field="workers",
                 received=wanted,
-                fix="ask for 1 or more, or for auto: as cluster.workers and cluster.most_workers say",
+                fix="give 1 or more, or auto for cluster.workers and cluster.most_workers",
             )
         write_json(self._request, {"wanted": wanted})
 
@@ -61,9 +61,9 @@ class WorkerFiles:
         found = run.read_json(self._status)
         if found is None:
             raise RunDirectoryError(
-                "no run with rollout workers goes on here",
+                "no run with rollout workers is in progress here",
                 field="run",
                 received=str(run.path),
-                fix='name one with executor = "ray" and cluster.workers of 1 or more, while it goes on',
+                fix='name one in progress, with executor = "ray" and cluster.workers of 1 or more',
             )
         return found

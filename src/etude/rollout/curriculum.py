@@ -123,9 +123,9 @@ class Curriculum:
         digest = self._finite.digest if self._finite is not None else ""
         if self._state.next_task and digest != self._state.source:
             raise ConfigError(
-                "the tasks are others than those that the run began with",
+                "the tasks differ from those that the run started with",
                 field="tasks.directory",
-                fix="put them back as they were, or begin another run: --name NAME",
+                fix="restore them, or start another run with --name NAME",
             )
         self._state.source = digest
 

@@ -32,7 +32,7 @@ class EpochSource:
         """
         self._tasks = {task.id: task for task in tasks}
         if not self._tasks:
-            raise TaskError("there is none", field="tasks", fix="name a directory that holds some")
+            raise TaskError("there are none", field="tasks", fix="name a directory that holds tasks")
         if len(self._tasks) != len(tasks):
             ids = [task.id for task in tasks]
             twice = next(name for name in ids if ids.count(name) > 1)

@@ -142,7 +142,7 @@ def _checked(array: NDArray[Any], ref: BlobRef) -> NDArray[Any]:
     if array.dtype.name != ref.dtype or array.shape != ref.shape:
         raise _damaged(ref, f"it is {array.dtype.name}{list(array.shape)}")
     if _digest(array) != ref.digest:
-        raise _damaged(ref, "its digest is another")
+        raise _damaged(ref, "its digest differs")
     return array
 
 
@@ -156,7 +156,7 @@ def _missing(ref: BlobRef) -> StoreError:
 
 def _damaged(ref: BlobRef, reason: str) -> StoreError:
     return StoreError(
-        f"this blob does not fit its reference: {reason}",
+        f"this blob does not match its reference: {reason}",
         field="url",
         received=ref.url,
         fix="restore it, or leave its trajectory out",

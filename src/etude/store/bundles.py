@@ -66,7 +66,7 @@ def pack_trajectory(trajectory: Trajectory, get_blob: GetBlob) -> bytes:
         ).encode()
     except (TypeError, ValueError) as error:
         raise StoreError(
-            f"holds something that JSON cannot: {error}",
+            f"holds a value that JSON cannot represent: {error}",
             field=str(trajectory.id),
             fix="facts, timings and arguments must be plain JSON values",
         ) from error
@@ -100,18 +100,18 @@ def unpack_trajectory(data: bytes, max_bytes: int = sys.maxsize) -> Bundle:
     """Inverse of `pack_trajectory`. Raises StoreError for other bytes or a content above `max_bytes`."""
     start = len(MAGIC) + _DIGEST_BYTES
     if not data.startswith(MAGIC) or len(data) < start:
-        raise _damaged("it does not begin as one")
+        raise _damaged("it does not begin like one")
     packed = data[start:]
     if blake3(packed).digest() != data[len(MAGIC) : start]:
-        raise _damaged("its hash is another")
+        raise _damaged("its hash differs")
     try:
         size = zstandard.frame_content_size(packed)
         if not 0 <= size <= max_bytes:
             raise StoreError(
-                "unpacks to more than is taken",
+                "is too large when unpacked",
                 field="session",
                 received=size,
-                fix="clusters.max_result_bytes",
+                fix="raise clusters.max_result_bytes",
             )
         return _read(zstandard.ZstdDecompressor().decompress(packed, max_output_size=max_bytes))
     except _DAMAGE as error:
@@ -158,10 +158,10 @@ class _Arrays:
     def check_end(self) -> None:
         """Raises ValueError if there is more."""
         if self._offset != len(self._content):
-            raise ValueError("there is more than it says")
+            raise ValueError("there is more data than it declares")
 
 
 def _damaged(reason: str) -> StoreError:
     return StoreError(
-        f"is no whole session: {reason}", field="session", fix="send it again, or let it be sampled again"
+        f"is not a complete session: {reason}", field="session", fix="send it again, or sample it again"
     )

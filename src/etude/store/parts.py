@@ -177,7 +177,7 @@ def _dump(value: Any, name: str) -> str:
         return json.dumps(value, separators=(",", ":"))
     except (TypeError, ValueError) as error:
         raise StoreError(
-            f"holds something that JSON cannot: {error}",
+            f"holds a value that JSON cannot represent: {error}",
             field=name,
             fix="facts, timings and arguments must be plain JSON values",
         ) from error

@@ -188,7 +188,7 @@ class TrajectoryLog:
                     "a part of the trajectory log is missing",
                     field=f"part-{number:08d}",
                     received=str(self._directory),
-                    fix=f"restore it from a backup, or make a file {name} to go on without its trajectories",
+                    fix=f"restore it from a backup, or create a file {name} to continue without it",
                 )
             self._parts = parts
         return self._parts
@@ -235,7 +235,7 @@ def _damaged(path: Path, reason: str) -> StoreError:
         f"this part of the trajectory log is damaged: {reason}",
         field=path.name,
         received=str(path),
-        fix=f"restore it from a backup, or rename it to {name} to go on without its trajectories",
+        fix=f"restore it from a backup, or rename it to {name} to continue without its trajectories",
     )
 
 

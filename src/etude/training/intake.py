@@ -171,7 +171,7 @@ class _Reader:
     def _check_once(self, segment: Segment) -> None:
         if segment.id in self._seen:
             raise RouteReplayError(
-                "a segment comes twice in one step: its record belongs to one update",
+                "a segment occurs twice in one step: its routes can be used only once",
                 field="segment",
                 received=segment.id,
                 fix="give every trajectory an id of its own",
@@ -195,10 +195,10 @@ class _Reader:
         following = routes + routes.dtype.type(1)  # the unknown-route marker becomes 0: one pass checks all
         if routes.shape != expected or following.max(initial=0) > self._limits.num_experts:
             raise ConfigError(
-                "routes of another model",
+                "the routes belong to another model",
                 field="routes",
                 received=f"{segment.id}: {routes.shape}, experts up to {int(following.max(initial=1)) - 1}",
-                fix=f"train the model that sampled, of {self._limits.num_experts} experts: {expected}",
+                fix=f"train the model that sampled: this has {self._limits.num_experts} experts, {expected}",
             )
         return routes
 
@@ -250,17 +250,17 @@ def _check_tokens(segment: Segment, limits: ModelLimits) -> None:
         f"tokens must be in 0..{limits.vocab_size - 1}: they are of another tokenizer",
         field="tokens",
         received=f"{segment.id}: {int(tokens.min())}..{int(tokens.max())}",
-        fix="train with the model and tokenizer that sampled",
+        fix="train with the model and tokenizer that sampled the tokens",
     )
 
 
 def _check_sampling(segment: Segment, config: RlConfig) -> None:
     if any(span.version.format == UNKNOWN_FORMAT for span in segment.version_spans):
         raise ConfigError(
-            "tokens of a model that is not ours cannot be trained on: their logprobs are not known",
+            "tokens that another engine sampled cannot be trained on: their logprobs are not known",
             field="version_spans",
             received=segment.id,
-            fix="train on sessions that our own engine sampled",
+            fix="train on sessions that Étude's engine sampled",
         )
     if segment.sampling.truncated:
         raise ConfigError(

@@ -192,7 +192,7 @@ class RlTrainer:
                 "has adapters" if "adapters" in state else "has no adapters",
                 field="checkpoint",
                 received=str(directory),
-                fix="resume with the rl.adapter that the run began with",
+                fix="resume with the rl.adapter that the run started with",
             )
         if self.adapters is not None:
             self._optimizer.load_state_dict(state["optimizer"])

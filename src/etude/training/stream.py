@@ -145,10 +145,10 @@ class RecordedStream:
             raise CheckpointError(f"has no cursor: {error!r}", field="stream") from error
         if self._part and self._part not in self._log.part_names():
             raise CheckpointError(
-                "the log does not hold the part that the run had come to",
+                "the log lacks the part that the run had reached",
                 field="rl.stream.source",
                 received=self._part,
-                fix="resume with the log that the run began with",
+                fix="resume with the log that the run started with",
             )
         self._incomplete = {}
         for part, place in waiting:

@@ -122,7 +122,7 @@ def test_a_new_trainer_has_learnt_what_the_lost_one_had_and_answers_what_that_wa
     assert second.asked == [*again, "publish", dies_at], "its version is named before anybody asks for scores"
     assert second.learnt == (["a", "b", "c"] if dies_at == "step" else ["a", "b"])
     assert world.journal.counts == {"lost": 1, "restarted": 1}
-    assert "trainer: restored to step 2, 1 steps trained again" in world.observer.lines
+    assert "trainer: back at step 2, 1 trained again" in world.observer.lines
 
 
 def test_a_call_that_no_process_outlives_is_given_up_and_says_whose(tmp_path: Path) -> None:

@@ -234,7 +234,7 @@ def test_a_replica_reserves_the_gpus_that_vllm_divides_it_over(
 def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(ValueError, match=r"arguments: tp must be 1 or more, received 'many'"):
         config_of("--tensor-parallel-size", "many")
-    with pytest.raises(ValueError, match=r"arguments: one server is one replica.*received '2'"):
+    with pytest.raises(ValueError, match=r"arguments: a server must be a single replica.*received '2'"):
         config_of("-dp", "2")
     for part in ("engine", "evaluation"):
         with pytest.raises(ValueError, match=rf"cluster\.{part}\.gpus: must be at least 8.*received 1"):

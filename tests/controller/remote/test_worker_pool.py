@@ -127,7 +127,7 @@ def test_workers_join_when_more_are_asked_for_and_take_sessions(tmp_path: Path) 
             check(await asyncio.gather(*sessions), 6)
             assert pool.workers.episodes.times.num_episodes == 6
             assert pool.events() == [("worker-1", "joined"), ("worker-2", "joined")]
-        with pytest.raises(RunDirectoryError, match="no run with rollout workers goes on here"):
+        with pytest.raises(RunDirectoryError, match="no run with rollout workers is in progress here"):
             pool.files.read_status()
 
     asyncio.run(run())
@@ -300,7 +300,7 @@ def test_less_than_one_worker_is_refused_and_so_is_a_file_that_says_nothing(tmp_
     with pytest.raises(RunDirectoryError, match="no run with rollout workers"):
         files.write_request(2)
     files.write_status({"wanted": "auto", "workers": {}})
-    with pytest.raises(RunDirectoryError, match=r"keeps one at least.*received 0"):
+    with pytest.raises(RunDirectoryError, match=r"needs at least one.*received 0"):
         files.write_request(0)
     assert files.read_request() == "auto"
     for text in ("", "{}", "[]", '{"wanted": 0}', '{"wanted": true}', '{"wanted": "many"}'):

@@ -156,7 +156,7 @@ def test_another_architecture_is_refused_on_every_rank(whole: Path) -> None:
     for said, unchanged in on_ranks(
         storing.refuse, ParallelConfig(ranks=2, fsdp=2), whole, {"num_layers": 1}
     ):
-        assert said == "CheckpointError: is of another architecture"
+        assert said == "CheckpointError: has another architecture than the run"
         assert unchanged
 
 

@@ -21,7 +21,7 @@ def test_a_stage_stretches_from_the_first_window() -> None:
 
 def test_yarn_is_not_put_on_top_of_another_stretching() -> None:
     stretched = small_config(rope_scaling="llama3", rope_factor=4.0, rope_original_positions=32)
-    with pytest.raises(ConfigError, match="stretched already") as caught:
+    with pytest.raises(ConfigError, match="already scaled") as caught:
         extended(stretched, StageConfig(from_step=0, window=256))
     assert caught.value.field == "stages.rope"
     assert extended(stretched, StageConfig(from_step=0, window=256, rope="keep")).rope_factor == 4.0

@@ -144,7 +144,7 @@ def test_compressed_files_are_read_frame_by_frame_to_their_end_or_refused(tmp_pa
     files = find_files("code", SourceConfig(path=str(path)))
     assert list(files.read(ReadingReport())) == texts
     path.write_bytes(frames[:-1000])
-    with pytest.raises(ConfigError, match="cut short"):
+    with pytest.raises(ConfigError, match="is truncated"):
         list(files.read(ReadingReport()))
     path.write_bytes(b"no frame of Zstandard's")
     with pytest.raises(ConfigError, match="damaged"):
@@ -153,7 +153,7 @@ def test_compressed_files_are_read_frame_by_frame_to_their_end_or_refused(tmp_pa
 
 @pytest.mark.parametrize("pattern", ["", "/etc/*.py"])
 def test_patterns_that_cannot_be_looked_for_are_refused(tmp_path: Path, pattern: str) -> None:
-    with pytest.raises(ConfigError, match="pattern cannot be looked for"):
+    with pytest.raises(ConfigError, match="pattern is not valid"):
         find_files("code", SourceConfig(path=str(tmp_path), format="files", pattern=pattern))
 
 

@@ -49,5 +49,5 @@ def test_the_middle_is_marked_with_its_end() -> None:
 def test_a_tokenizer_without_the_marks_is_refused() -> None:
     tokenizer = train_tokenizer(TEXTS, 300, [END_TOKEN])
     assert Infilling.find(tokenizer) is None
-    with pytest.raises(ConfigError, match="filling in"):
+    with pytest.raises(ConfigError, match="fill-in-the-middle"):
         Infilling.of(tokenizer)

@@ -118,7 +118,7 @@ def test_a_mixture_ends_when_every_source_has_run_out(tmp_path: Path) -> None:
 def test_other_documents_are_refused_on_resume(tmp_path: Path) -> None:
     state = Mixture([token_source(tmp_path, LENGTHS)], 100, 200, 64, seed=0).state_dict()
     other = Mixture([token_source(tmp_path, [*LENGTHS, 9])], 100, 200, 64, seed=0)
-    with pytest.raises(CheckpointError, match="not those"):
+    with pytest.raises(CheckpointError, match="differ from those"):
         other.load_state_dict(state)
 
 

@@ -150,9 +150,7 @@ class DirectoryTree:
 
     def _scan(self) -> dict[str, bytes]:
         if not self._root.is_dir():
-            raise ConfigError(
-                "does not exist", field="PATH", received=str(self._root), fix="name another directory"
-            )
+            raise ConfigError("missing", field="PATH", received=str(self._root), fix="name another directory")
         cached: dict[str, _File] = {}
         self._left_out = []
         total_bytes = 0

@@ -208,6 +208,4 @@ class SupervisedTrainer(Handle[TrainingPart]):
             await handle.call(RemoteTrainingPart.call_part, "step", batch.groups, batch.routes)
         if self._is_published:
             await handle.call(RemoteTrainingPart.call_part, "publish")
-        self._observer.say(
-            f"trainer: restored to step {self._version.step}, {len(replayed)} steps trained again"
-        )
+        self._observer.say(f"trainer: back at step {self._version.step}, {len(replayed)} trained again")

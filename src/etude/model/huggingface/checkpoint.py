@@ -149,7 +149,7 @@ def _check(targets: Mapping[str, Entry], tensors: Tensors, outside: set[str]) ->
                 f"{len(names)} {kind} tensors",
                 field="tensors",
                 received=sorted(names)[:_NAMED],
-                fix="fetch the checkpoint again, or its config.json: the two do not belong together",
+                fix="fetch the checkpoint again, or its config.json: the two do not match",
             )
     for name, target in targets.items():
         if tensors.shape(name) != target.shape:
@@ -157,7 +157,7 @@ def _check(targets: Mapping[str, Entry], tensors: Tensors, outside: set[str]) ->
                 f"must have shape {target.shape}",
                 field=name,
                 received=tensors.shape(name),
-                fix="fetch the checkpoint again, or its config.json: the two do not belong together",
+                fix="fetch the checkpoint again, or its config.json: the two do not match",
             )
 
 
@@ -180,5 +180,5 @@ def check_tied(head: Tensor, embedding: Tensor) -> None:
             "differs from the embedding to which config.json ties it",
             field=HEAD,
             received=tuple(head.shape),
-            fix="set tie_word_embeddings to false in config.json, if the head is meant",
+            fix="set tie_word_embeddings to false in config.json, if the head is to be used",
         )

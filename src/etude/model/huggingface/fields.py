@@ -160,7 +160,7 @@ def read_fields(path: Path) -> CheckpointFields:
     file."""
     if not path.exists():
         fix = "name a Hugging Face directory"
-        raise CheckpointError("is not there", field="config.json", received=str(path), fix=fix)
+        raise CheckpointError("is missing", field="config.json", received=str(path), fix=fix)
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(values, dict):
@@ -181,7 +181,7 @@ def parse_fields(values: Mapping[str, Any]) -> CheckpointFields:
     architecture = _MODEL_TYPES.get(model_type)
     if architecture is None:
         raise ForeignModelError(
-            "this architecture is not defined here",
+            "Étude does not implement this architecture",
             field="config.json: model_type",
             received=values.get("model_type"),
             fix=f'use one of {", ".join(_MODEL_TYPES)}, or engine.backend = "vllm"',
@@ -223,11 +223,11 @@ def _refuse_sliding_window(values: Mapping[str, Any]) -> None:
     window = values.get("sliding_window", _MISTRAL_WINDOW)
     if window is not None and window < values["max_position_embeddings"]:
         raise ForeignModelError(
-            "sliding windows are not computed here",
+            "sliding windows are not implemented",
             field="config.json: sliding_window",
             received=window,
-            fix=f"set sliding_window to null and max_position_embeddings to {window}: up to there nothing "
-            'changes; or use engine.backend = "vllm"',
+            fix=f"set sliding_window to null and max_position_embeddings to {window}, which changes nothing "
+            'for shorter texts; or use engine.backend = "vllm"',
         )
 
 
@@ -268,7 +268,7 @@ def _refuse_unsupported(values: Mapping[str, Any]) -> None:
 
 def _not_computed(name: str, received: object, fix: str) -> ForeignModelError:
     return ForeignModelError(
-        "is not computed here",
+        "is not implemented",
         field=f"config.json: {name}",
         received=received,
         fix=f'{fix}, or engine.backend = "vllm"',

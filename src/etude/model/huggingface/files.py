@@ -114,7 +114,7 @@ def open_tensors(directory: Path, fp8_block: tuple[int, int] | None) -> Iterator
         for tensor, file in weight_map.items():
             if file_of.get(tensor) != file:
                 raise CheckpointError(
-                    "is not where the index says",
+                    "is not in the file that the index names",
                     field=tensor,
                     received=file,
                     fix="fetch the checkpoint again: its files are of different versions",

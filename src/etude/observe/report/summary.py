@@ -222,9 +222,9 @@ def next_steps(report: Report, run_path: str, program: str = "etude") -> list[Su
         )
     suggestions += [
         Suggestion("train longer", train_again("longer", f"--set rl.num_steps={_more_steps(report)}")),
-        Suggestion("see how much is luck: another seed", train_again("seed1", "--seed 1")),
+        Suggestion("see how much is chance: train with another seed", train_again("seed1", "--seed 1")),
         Suggestion(
-            "a control that must not learn", train_again("control", "--set rl.optimizer.learning_rate=0")
+            "train a control that cannot learn", train_again("control", "--set rl.optimizer.learning_rate=0")
         ),
     ]
     return suggestions

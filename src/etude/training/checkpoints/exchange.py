@@ -62,16 +62,16 @@ def convert_model(
         check_whole(source)
     if base is None and has_checkpoint(source) and not (source / _CONFIG).is_file():
         raise CheckpointError(
-            "holds no model, adapters at most",
+            "holds no model (adapters at most)",
             field="checkpoint",
             received=str(source),
-            fix="--base DIRECTORY: the model that they were trained on",
+            fix="give --base DIRECTORY, the model that the adapters were trained on",
         )
     places = [source, *([] if base is None else [base]), *tokenizers]
     tokenizer = next((place for place in places if (place / TOKENIZER).is_file()), None)
     if tokenizer is None:
         raise CheckpointError(
-            "no tokenizer here", field=TOKENIZER, received=str(source), fix="put it beside the weights"
+            "is missing", field=TOKENIZER, received=str(source), fix="put it beside the weights"
         )
     model = _load(source, dtype, base)
 
@@ -114,7 +114,7 @@ def _merged(source: Path, state: Mapping[str, Any], base: Path) -> AnyModel:
         "is not the model that the adapters were trained on",
         field="base",
         received=str(base),
-        fix="--base DIRECTORY: the initial checkpoint of their run",
+        fix="give --base DIRECTORY, the initial checkpoint of the run that trained them",
     )
 
 

@@ -47,10 +47,10 @@ class FileFlaw:
         """The exception that a reader raises for this flaw."""
         if self.flaw is Flaw.UNFINISHED:
             return CheckpointError(
-                "no checkpoint here",
+                "is not a complete checkpoint",
                 field="checkpoint",
                 received=str(self.file),
-                fix="name a whole checkpoint",
+                fix="name a complete checkpoint",
             )
         message = "is damaged" if self.flaw is Flaw.DAMAGED else "is damaged: a file is missing"
         return CheckpointError(
@@ -171,10 +171,10 @@ def translate_full_disk(directory: Path) -> Iterator[None]:
         if not is_full_disk(error):
             raise
         raise ResourceError(
-            "the disk is full: this checkpoint was not written, older ones are as they were",
+            "the disk is full: this checkpoint was not written, older ones are unchanged",
             field="checkpoint",
             received=str(directory),
-            fix="free some space, or keep fewer: checkpoint.keep_last, checkpoint.keep_every_steps",
+            fix="free some space, or keep fewer (checkpoint.keep_last, checkpoint.keep_every_steps)",
         ) from error
 
 

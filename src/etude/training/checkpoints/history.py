@@ -122,12 +122,12 @@ def find_resumable(latest: Path, metrics: MetricSink, observer: Observer) -> Pat
     if flaws and found is None:
         first = flaws[0].error()
         raise CheckpointError(
-            f"{first.message}, and so is each of the {len(candidates)} that there are"
+            f"{first.message}, like each of the {len(candidates)} checkpoints"
             if len(candidates) > 1
             else f"{first.message}, and there is no other",
             field=first.field,
             received=first.received,
-            fix=f"restore one from a backup, or move {latest.parent} away to begin anew",
+            fix=f"restore one from a backup, or move {latest.parent} away to start again",
         )
     if partial_of(latest).exists():
         flaws.append(FileFlaw(partial_of(latest), Flaw.UNFINISHED))
@@ -143,7 +143,7 @@ def find_resumable(latest: Path, metrics: MetricSink, observer: Observer) -> Pat
 
 def _report(flaws: list[FileFlaw], found: Path | None, metrics: MetricSink, observer: Observer) -> None:
     for flaw in flaws:
-        observer.say(f"passing over a checkpoint that is {flaw.flaw}: {flaw.file}")
+        observer.say(f"skipping a checkpoint that is {flaw.flaw}: {flaw.file}")
     counts = Counter(f"skipped_{flaw.flaw}" for flaw in flaws)
     state = read_state(found) if found is not None else None
     step = int((state or {}).get("step", 0))

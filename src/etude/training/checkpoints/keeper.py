@@ -159,7 +159,7 @@ class CheckpointKeeper:
             self._failure = error
             self._num_failed += 1
             self._metrics.write(KIND, self._step, {"failed_disk_full": float(self._num_failed)})
-            self._observer.say(f"the checkpoint of step {self._step} is not written: {error.message}")
+            self._observer.say(f"the checkpoint of step {self._step} was not written: {error.message}")
             return
         self._failure = None
         self._metrics.write(KIND, self._step, {"blocked_s": self._blocked_s, "written_s": written_s})

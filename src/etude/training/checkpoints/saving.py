@@ -245,10 +245,10 @@ def _check_shards(directory: Path, like: ModelShards) -> None:
 def _check_architecture(config: object, vocab_size: int, like: AnyModel | ModelShards) -> None:
     if (config, vocab_size) != (like.config, like.vocab_size):
         raise CheckpointError(
-            "is of another architecture",
+            "has another architecture than the run",
             field="checkpoint",
             received=config,
-            fix="go on with the configuration that the run began with",
+            fix="continue with the configuration that the run started with",
         )
 
 
@@ -275,7 +275,7 @@ def _assemble(directory: Path, weights: Shards) -> LanguageModel | None:
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     if shapes != {name: tensor.shape for name, tensor in weights.items()}:
         raise CheckpointError(
-            "its shards are not those of its config.json", field="checkpoint", received=str(directory)
+            "its shards do not match its config.json", field="checkpoint", received=str(directory)
         )
     for name, parameter in model.named_parameters():
         parameter.data = weights[name]

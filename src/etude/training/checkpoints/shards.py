@@ -129,7 +129,7 @@ def num_writers(directory: Path) -> int:
 def lost_rank(error: Exception) -> RankError:
     """The RankError for a collective call that failed with `error`."""
     return RankError(
-        f"a rank is gone or too late: {error}",
+        f"a rank has ended or is too late: {error}",
         field="checkpoint",
-        fix="go on from the last checkpoint with --resume",
+        fix="continue from the last checkpoint with --resume",
     )

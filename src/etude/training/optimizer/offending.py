@@ -37,7 +37,7 @@ class OffendingBatches:
             for old in self.kept()[: -self._keep]:
                 old.unlink()
         except OSError as error:
-            warnings.warn(f"the batch of a skipped update is not kept: {error}", stacklevel=2)
+            warnings.warn(f"the batch of a skipped update cannot be stored: {error}", stacklevel=2)
             return None
         return path
 

@@ -126,10 +126,10 @@ class Optimizer:
         difference = _difference(received, self._own_layout())
         if difference:
             raise CheckpointError(
-                "is of another optimiser",
+                "does not match the run's optimiser",
                 field="optimizer",
                 received=difference,
-                fix="resume with the configuration and the model that the run began with",
+                fix="resume with the configuration and the model that the run started with",
             )
         for name, own in self._adamw.state.items():
             for key, target in own.items():

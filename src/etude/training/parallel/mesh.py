@@ -35,7 +35,7 @@ class Mesh:
         number of processes than configured."""
         if dist.get_world_size() != config.ranks:
             raise ConfigError(
-                f"is not the number of processes, which is {dist.get_world_size()}",
+                f"must equal the number of processes, which is {dist.get_world_size()}",
                 field="parallel.ranks",
                 received=config.ranks,
                 fix="start as many processes as the configuration names",

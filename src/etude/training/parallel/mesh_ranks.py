@@ -44,9 +44,9 @@ class RankPeers:
             dist.all_gather_object(gathered, value, group=self._group)
         except (RuntimeError, ConnectionError) as error:
             raise RankError(
-                f"a rank is gone while weights are published: {error}",
+                f"a rank has ended while weights were published: {error}",
                 field="parallel",
-                fix="see its messages above, then go on from the last checkpoint with --resume",
+                fix="see its messages above, then continue from the last checkpoint with --resume",
             ) from error
         return gathered
 
@@ -157,7 +157,7 @@ def check_spreadable(model: nn.Module) -> None:
     """Raises ConfigError for a model that several ranks cannot train together."""
     if not isinstance(model, LanguageModel):
         raise ConfigError(
-            "several ranks train only an architecture that is defined here",
+            "several ranks can train only an architecture that Étude implements",
             field="parallel.ranks",
             received=type(model).__name__,
             fix="train other architectures in one process",

@@ -149,7 +149,7 @@ class _Member(Generic[T]):
         while not self.store.check([key]):  # the store's own wait would print a warning each time
             dead = _dead(processes)
             if dead or time.monotonic() > deadline:
-                raise RankError(dead or f"said nothing for {within_s:.0f} s", field=f"rank {rank}")
+                raise RankError(dead or f"did not answer for {within_s:.0f} s", field=f"rank {rank}")
             time.sleep(_POLL_S)
 
 
@@ -238,7 +238,7 @@ class Team(Generic[T]):
 
     def _call(self, command: _Command) -> Any:
         if self._broken:
-            raise RankError("the team has ended", field="parallel", fix="start the run again with --resume")
+            raise RankError("all ranks have ended", field="parallel", fix="start again with --resume")
         try:
             with _group_errors(self._processes):
                 self._member.announce(_GO)
@@ -349,9 +349,9 @@ def _group_errors(processes: Sequence[BaseProcess]) -> Iterator[None]:
             raise
         dead = _dead(processes, within_s=_DEATH_S)
         raise RankError(
-            f"a rank is gone or too late: {dead or error}",
+            f"a rank has ended or is too late: {dead or error}",
             field="parallel",
-            fix="see its messages above, then go on from the last checkpoint with --resume",
+            fix="see its messages above, then continue from the last checkpoint with --resume",
         ) from error
 
 

@@ -28,7 +28,7 @@ def extended(config: ModelConfig, stage: StageConfig) -> ModelConfig:
     if stage.rope == "yarn":
         if config.rope_factor > 1 and config.rope_scaling != "yarn":
             raise ConfigError(
-                f"the model's positions are stretched already, as rope_scaling={config.rope_scaling!r} says",
+                f"the model's positions are already scaled with rope_scaling={config.rope_scaling!r}",
                 field="stages.rope",
                 received=stage.rope,
                 fix='set it to "base", or to "keep"',

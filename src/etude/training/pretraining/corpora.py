@@ -100,13 +100,13 @@ def _open(name: str, directory: Path) -> Corpus:
         ends, hashes = np.load(directory / "ends.npy"), np.load(directory / "hashes.npy")
         counts = (about["num_tokens"], about["num_documents"], about["num_documents"])
         if (len(tokens), len(ends), len(hashes)) != counts or ends[-1] != len(tokens):
-            raise ValueError("its files do not belong together")
+            raise ValueError("its files do not match")
     except (OSError, EOFError, ValueError, KeyError, IndexError) as error:
         raise ConfigError(
             f"the tokenised corpus is damaged: {error}",
             field=f"source {name}",
             received=str(directory),
-            fix="remove the directory: it is made again",
+            fix="remove the directory: it will be created again",
         ) from error
     return Corpus(name, tokens, ends, hashes, about["digest"], about["skipped"], about["is_text"])
 

@@ -53,7 +53,7 @@ class Infilling:
         found = Infilling.find(tokenizer)
         if found is None:
             raise ConfigError(
-                "the tokenizer has no tokens for filling in",
+                "the tokenizer has no fill-in-the-middle tokens",
                 field="pretrain.fim_rate",
                 received="none of " + ", ".join(names[0] for names in SENTINELS),
                 fix="set it to 0, or add them with Tokenizer.with_control_tokens",

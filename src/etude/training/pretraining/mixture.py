@@ -95,7 +95,7 @@ class Mixture:
                     fix="hold out less, widen the window, or name another path",
                 )
         if not self._readings:
-            raise ConfigError("there are none with a weight above 0", field="sources")
+            raise ConfigError("none has a weight above 0", field="sources")
         self._pool: list[tuple[_Drawn, Document]] = []
         self._fill = 0.0
         self._refill()
@@ -190,10 +190,10 @@ class Mixture:
         if stored != digests:
             changed = sorted({*stored.items()} ^ {*digests.items()})
             raise CheckpointError(
-                "the documents are not those that the run began with",
+                "the documents differ from those that the run started with",
                 field="sources",
                 received=sorted({name for name, _ in changed}) or list(digests),
-                fix="put the files and the configuration back as they were, or start another run",
+                fix="restore the files and the configuration, or start another run",
             )
         if list(stored) != list(digests):
             raise CheckpointError("are in another order", field="sources", received=list(digests))

@@ -79,7 +79,7 @@ def find_files(name: str, config: SourceConfig) -> SourceFiles:
             "no such file or directory",
             field=f"source {name}",
             received=config.path,
-            fix="name a file or a directory that is there",
+            fix="name an existing file or directory",
         )
     kind = config.format if config.format != "auto" else _guess_format(root)
     if kind == "lance" or not root.is_dir():
@@ -104,7 +104,7 @@ def _matching(name: str, root: Path, pattern: str) -> list[Path]:
         return [path for path in root.glob(pattern) if path.is_file()]
     except (ValueError, NotImplementedError) as error:  # an empty pattern, one that begins with /
         raise ConfigError(
-            f"the pattern cannot be looked for: {error}",
+            f"the pattern is not valid: {error}",
             field=f"source {name}",
             received=pattern,
             fix="name a pattern below the path, such as **/*.py",
@@ -173,7 +173,7 @@ def _decompressed_lines(source: SourceFiles, path: Path, file: BinaryIO) -> Iter
     except zstandard.ZstdError as error:
         raise source.problem(f"is damaged: {error}", path, None, "compress the file again") from error
     if decoder is not None:
-        raise source.problem("is cut short", path, path.stat().st_size, "compress the file again")
+        raise source.problem("is truncated", path, path.stat().st_size, "compress the file again")
     yield rest
 
 

@@ -158,7 +158,7 @@ class NextTokenTrainer:
                 self.set_context(before)
             raise
         if stored.model is None or stored.state is None or "trainer" not in stored.state:
-            raise CheckpointError("has no state to go on from", field="checkpoint", received=str(directory))
+            raise CheckpointError("has no training state", field="checkpoint", received=str(directory))
         self.load_state_dict(stored.state["trainer"])
         self._ranks.load_weights(self.model, stored.model.state_dict())
         if self.drafts is not None:
