@@ -130,6 +130,6 @@ def print_sessions(as_json: bool) -> None:
         (m.id, time.strftime(begun, time.localtime(m.created_s)), shown(m.path), shown(m.title))
         for m in metas
     )
-    print_table(output.console(), ("session", "begun", "directory", "first words"), rows)
+    print_table(output.console(), ("session", "started", "directory", "first words"), rows)
     if output.reader_gone:
         raise typer.Exit(EXIT_CLOSED_PIPE)

@@ -112,8 +112,8 @@ QUICKSTART_FAMILY = "etude_quickstart.bug_fixes:BugFixes"
 """The task family of `make train`: a plug-in like any other, shipped with Étude."""
 _FAMILIES = {"bug_fixes": QUICKSTART_FAMILY, "trails": "etude_quickstart.trail_family:Trails"}
 """Task families by their short names."""
-_OWN_TOOLS = "a foreign agent has its own tools; leave it out, and set the agent up for them in its command"
-_NEAR = "its endpoint is in the run's own process, and so must its sandboxes be"
+_OWN_TOOLS = "a foreign agent has its own tools; leave it out, and configure them in the agent's command"
+_NEAR = "its endpoint is in the run's own process, where its sandboxes must be too"
 _IMPORTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 

@@ -85,7 +85,7 @@ class EvaluationResult:
             return cls(*about, modes, document["behaviour"])
         except (KeyError, TypeError, AttributeError) as error:
             raise StoreError(
-                f"is no result of an evaluation: {error!r}",
+                f"is not a result of an evaluation: {error!r}",
                 field="result",
                 received=str(file),
                 fix="name a directory that `etude eval ... --out DIR` wrote",

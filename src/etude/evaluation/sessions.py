@@ -135,7 +135,7 @@ class SessionRow:
             return cls(**document)
         except TypeError as error:
             raise StoreError(
-                "is no session of an evaluation", field="sessions", received=str(error)
+                "is not a session of an evaluation", field="sessions", received=str(error)
             ) from error
 
 

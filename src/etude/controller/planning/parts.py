@@ -89,7 +89,7 @@ def engine_parts(config: RunConfig, sizes: ModelSizes, place: Place) -> list[Mem
     if place.kernels == "native":
         packed = choose_weight_dtype(config.engine.weight_dtype, place)
         num_bytes = 2 * sizes.packed_parameters * (2 if packed == "bfloat16" else _FLOAT_BYTES)
-        parts.append(MemoryPart(PACKED, num_bytes, f"matrices as native kernels read them, {packed}"))
+        parts.append(MemoryPart(PACKED, num_bytes, f"matrices in the native kernels' layout, {packed}"))
     why = f"{tokens:,} tokens in {cache_dtype}, if all are in use"
     parts.append(MemoryPart(PAGES, pages * page_bytes(config.model, cache_dtype), why))
     if place.device == "cpu" and (fetched := _fetched(config, sizes, place)):

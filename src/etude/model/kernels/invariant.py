@@ -111,7 +111,7 @@ class InvariantPackedAttention:
         value_dim]. Values narrower than keys must be a view of the first entries of the only key head."""
         if value.shape[-1] < key.shape[-1] and not _begins(key, value):
             raise ResourceError(
-                "batch-invariant attention takes narrower values only as the beginning of one key head",
+                "batch-invariant attention supports narrower values only at the start of one key head",
                 field="value",
                 received=f"keys of {tuple(key.shape[1:])}, values of {tuple(value.shape[1:])}",
                 fix="use the default operations",
@@ -181,7 +181,7 @@ def _check(*inputs: Tensor) -> None:
     for x in inputs:
         if x.dtype != torch.float32 or x.device.type != "cpu":
             raise ResourceError(
-                "batch-invariant operations compute float32 on a CPU",
+                "batch-invariant operations support only float32 on a CPU",
                 field="model.ops",
                 received=f"{x.dtype} on {x.device}",
                 fix="use float32 weights on the CPU, or the default operations",

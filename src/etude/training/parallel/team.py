@@ -390,10 +390,10 @@ def check_world(config: ParallelConfig) -> None:
     """Raises ConfigError where `torchrun` started another number of processes than configured."""
     if _started_by_torchrun() and int(os.environ["WORLD_SIZE"]) != config.ranks:
         raise ConfigError(
-            f"is not the number of processes that torchrun started, which is {os.environ['WORLD_SIZE']}",
+            f"must equal the number of processes that torchrun started, {os.environ['WORLD_SIZE']}",
             field="parallel.ranks",
             received=config.ranks,
-            fix=f"--ranks {os.environ['WORLD_SIZE']}",
+            fix=f"set --ranks {os.environ['WORLD_SIZE']}",
         )
 
 

@@ -67,7 +67,7 @@ def sort_copies(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     call.chosen, call.starts, call.places = chosen.data_ptr(), starts.data_ptr(), places.data_ptr()
     if not load_library().etude_sort_copies(ctypes.byref(call)):
         raise RouteReplayError(
-            f"routes name experts of 0 to {experts - 1}",
+            f"routes must name experts from 0 to {experts - 1}",
             field="routes",
             received=[int(chosen.min()), int(chosen.max())],
             fix="train on routes that were recorded with this model",
