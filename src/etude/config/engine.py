@@ -49,7 +49,7 @@ class VllmConfig(Section):
     @model_validator(mode="after")
     def _fits_together(self) -> VllmConfig:
         if self.python and self.url:
-            raise ValueError(f"url: must be empty with python, which starts one, received {self.url!r}")
+            raise ValueError(f"url: must be empty with python, which starts a server, received {self.url!r}")
         for setting in self.environment:
             if "=" not in setting:
                 raise ValueError(f"environment: must be NAME=value, received {setting!r}")

@@ -150,7 +150,7 @@ class DirectoryTree:
 
     def _scan(self) -> dict[str, bytes]:
         if not self._root.is_dir():
-            raise ConfigError("missing", field="PATH", received=str(self._root), fix="name another directory")
+            raise ConfigError("does not exist", field="PATH", received=str(self._root), fix="name another")
         cached: dict[str, _File] = {}
         self._left_out = []
         total_bytes = 0
