@@ -106,7 +106,10 @@ def test_what_nobody_answers_is_refused_and_the_flags_that_allow_it_are_named(ro
     done = agent(root, messages, "-p", "fix it")
     assert done.exit_code == 4
     assert contents(root / "repo") == before
-    assert "2 calls; --approve auto-edit allows edits, --approve full commands" in done.stderr
+    assert (
+        "2 calls refused for lack of an answer; --approve auto-edit allows edits, --approve full commands"
+        in done.stderr
+    )
     done = agent(root, messages, "-p", "fix it", "--approve", "auto-edit", "--json")
     assert json.loads(done.stdout.splitlines()[-1])["refused"] == 1
     assert (root / "repo" / "lib" / "tally.py").read_text() == MENDED and not (root / "repo" / "x").exists()

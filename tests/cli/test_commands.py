@@ -240,7 +240,7 @@ def test_sessions_that_cannot_be_written_are_refused_before_one_is_played(
 ) -> None:
     (tmp_path / "file").touch()
     result = etude("tasks", "sessions", str(tmp_path / "file/s.jsonl"))
-    assert result.exit_code == 2 and "file" in result.stderr and "fix: name another place" in result.stderr
+    assert result.exit_code == 2 and "file" in result.stderr and "fix: name another path" in result.stderr
     assert "Not a directory" in result.stderr or "File exists" in result.stderr
     result = etude("tasks", "sessions", str(tmp_path))
     assert (result.exit_code, "error: FILE: is a directory" in result.stderr) == (2, True)
@@ -266,7 +266,7 @@ def test_a_place_that_cannot_be_written_is_a_mistake_in_words(tmp_path: Path) ->
     (tmp_path / "file").write_text("")
     result = etude("tasks", "export", str(tmp_path / "file" / "tasks"), "--count", "1")
     assert result.exit_code == 2
-    assert "Not a directory" in result.stderr and "fix: name another place" in result.stderr
+    assert "Not a directory" in result.stderr and "fix: name another path" in result.stderr
 
 
 def test_config_show_prints_toml_that_loads_again(tmp_path: Path) -> None:

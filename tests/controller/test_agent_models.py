@@ -98,7 +98,7 @@ def test_a_runs_model_works_with_the_runs_limits(tmp_path: Path) -> None:
     run = trained_run(tmp_path)
     status, lineage, _ = speak(tmp_path, ModelChoice(run=str(run.path)))
     assert (status, lineage) == (Status.LIMIT, "demo")
-    with pytest.raises(ConfigError, match="trained with 'none'"):
+    with pytest.raises(ConfigError, match="trained with index 'none'"):
         speak(tmp_path / "other", ModelChoice(run=str(run.path), index="words"))
 
 

@@ -48,7 +48,7 @@ def check_turn(trajectory: Trajectory, turn: int, first: int = 1) -> None:
     last = len(trajectory.turns)
     if not first <= turn <= last:
         raise ConfigError(
-            "there is no such turn", field="--turn", received=turn, fix=f"give one from {first} to {last}"
+            "no such turn", field="--turn", received=turn, fix=f"give a number from {first} to {last}"
         )
 
 
