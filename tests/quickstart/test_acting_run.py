@@ -32,7 +32,7 @@ def test_the_report_has_a_section_for_the_families(tmp_path: Path) -> None:
             assert ({"first_edit_ceiling", "masked_ablation"} <= side.keys()) == is_observed
     labels = [row.label for row in results_comparisons(report)]
     assert "observed tasks, output masked, first edit right (chance 12.5 %)" in labels
-    assert "composed tasks, one of 2 at temperature 1" in labels
+    assert "composed tasks, at least one of 2 at temperature 1" in labels
     trained = {group.members[0].id.task.split("-")[0] for group in TrajectoryLog(run.trajectories).read()}
     assert trained <= {"observed", "composed"}, "all of reinforcement learning's tasks"
 

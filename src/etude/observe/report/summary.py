@@ -97,7 +97,7 @@ def results_comparisons(report: Report) -> list[Comparison]:
         rows.extend(_level_rows(old, new))
     for name in sorted({key.rpartition("_")[0] for key in report if key.startswith("pass_at_")}):
         old, new = report.get(f"{name}_before"), report.get(f"{name}_after")
-        label = f"held-out tasks, one of {name.removeprefix('pass_at_')} at temperature 1"
+        label = f"held-out tasks, at least one of {name.removeprefix('pass_at_')} at temperature 1"
         rows.append(Comparison(label, _estimate(old), _estimate(new)))
     for mode, words in MODES:
         label = f"unseen families, {words}"
@@ -115,7 +115,7 @@ def _family_rows(name: str, sides: Any) -> list[Comparison]:
     before, after = _mapping(sides, "before"), _mapping(sides, "after")
     labels = [(mode, f"{name} tasks, {words}") for mode, words in MODES]
     for key in sorted({key for side in (before, after) for key in side if key.startswith("pass_at_")}):
-        labels.append((key, f"{name} tasks, one of {key.removeprefix('pass_at_')} at temperature 1"))
+        labels.append((key, f"{name} tasks, at least one of {key.removeprefix('pass_at_')} at temperature 1"))
     if "masked_ablation" in before or "masked_ablation" in after:
         ceiling = 100 * float(before.get("first_edit_ceiling", after.get("first_edit_ceiling", 0)))
         labels += [
