@@ -437,7 +437,7 @@ def test_max_turns_counts_from_each_instruction(root: Path) -> None:
         (["--image", "a:1", "--backend", "unisolated"], "leave --backend out"),
         (["--dockerfile", "nowhere/Dockerfile"], "there is no such file"),
         (["--venv", "x", "--backend", "unisolated"], "only the local backend can show"),
-        (["--venv", "nowhere", "--backend", "local"], "is no Python environment"),
+        (["--venv", "nowhere", "--backend", "local"], "is not a Python environment"),
         (["--max-turns", "0"], "--max-turns"),
     ],
 )

@@ -169,7 +169,7 @@ def test_an_image_is_built_from_scratch_listed_exported_and_taken_in_again(tmp_p
     assert f"mkdir -p {missing.parent}" in etude("image", "export", "mine", str(missing), *state, code=2)
     for name in ("a b", "../x", "a//b", "é", "-x", ""):
         said = etude("image", "import", *state, "--", str(archive), name, code=2)
-        assert "is no name for an image" in said, name
+        assert "is not a valid image name" in said, name
     etude("image", "import", str(archive), "again", *state)
     assert etude("image", "list", *state).split() == ["again", "mine"]
     etude("image", "remove", "again", *state)

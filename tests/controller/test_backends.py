@@ -26,14 +26,14 @@ async def _open(settings: SandboxConfig) -> SandboxBackend:
 
 
 def test_without_a_server_sandboxes_are_made_here() -> None:
-    with pytest.warns(UserWarning, match="keeps nothing apart"):
+    with pytest.warns(UserWarning, match="isolates nothing"):
         backend = open_run_backend(SandboxConfig(backend="unisolated"))
     assert isinstance(backend, UnisolatedBackend)
     asyncio.run(backend.close())
 
 
 def test_private_addresses_are_the_operator_s_choice_and_exact() -> None:
-    with pytest.warns(UserWarning, match="keeps nothing apart"):
+    with pytest.warns(UserWarning, match="isolates nothing"):
         backend = open_run_backend(SandboxConfig(backend="unisolated", allow_private=["10.1.2.3:443"]))
     assert isinstance(backend, UnisolatedBackend)
     assert backend.allow_private == ("10.1.2.3:443",)

@@ -91,7 +91,7 @@ def test_what_cannot_be_shown_is_refused_with_what_to_do(project: Path) -> None:
     assert "python -m venv" in str(nothing.value.fix)
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         place = lay(Path(folder), {".venv/bin/python": "/bin/sh", ".venv/pyvenv.cfg": ""})
-        with pytest.raises(ConfigError, match="lies below /tmp"):
+        with pytest.raises(ConfigError, match="is below /tmp"):
             HostView(place).add_python(place / ".venv")
 
 
@@ -231,7 +231,7 @@ def test_no_environment_shows_what_a_person_or_the_project_has(
 
 def test_directories_that_are_no_environment_are_not_shown_when_named(project: Path, monkeypatch) -> None:
     base = lay(project.parent, {"me/.local/bin/python": "/bin/sh"})
-    with pytest.raises(ConfigError, match="is no Python environment or installation"):
+    with pytest.raises(ConfigError, match="is not a Python environment or installation"):
         HostView(project).add_python(base / "me" / ".local")
     monkeypatch.setenv("HOME", f"{base}/me/.local")
     (base / "me" / ".local" / "pyvenv.cfg").touch()

@@ -252,7 +252,7 @@ def test_unisolated_sandboxes_remove_their_folders() -> None:
 
 
 def test_the_unisolated_backend_warns() -> None:
-    with pytest.warns(UserWarning, match="keeps nothing apart"):
+    with pytest.warns(UserWarning, match="isolates nothing"):
         UnisolatedBackend()
 
 

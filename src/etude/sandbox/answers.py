@@ -46,10 +46,10 @@ _shortened.maxstring = 80
 def invalid_answer(sandbox: str, field: str, received: object, wanted: str) -> SandboxKilledByAgentError:
     """The error for a field of `sandbox`'s answer that is not as `wanted` describes."""
     return SandboxKilledByAgentError(
-        f"sandbox {sandbox} answered what makes no sense: must be {wanted}",
+        f"sandbox {sandbox} sent an invalid answer: must be {wanted}",
         field=f"answer.{field}",
         received=_shortened.repr(received),
-        fix="make another sandbox: this one's server was taken over or is broken",
+        fix="create another sandbox: the server in this one was compromised or is broken",
     )
 
 

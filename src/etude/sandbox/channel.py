@@ -37,7 +37,7 @@ class Channel:
         if type(first_id) is not int or not READY < first_id <= MAX_INTEGER:
             sock.close()
             raise SandboxError(
-                "the ids of its requests do not begin there",
+                "is not a valid first request id",
                 field="next_id",
                 received=first_id,
                 fix="the snapshot is damaged: restore another one",
@@ -119,8 +119,8 @@ class Channel:
         try:
             answer, _ = await self.request({"op": "lend"}, b"", deadline_s)
             if not self._lent:
-                reason = answer.get("fault", ["", "nothing came with the answer"])[1]
-                raise SandboxError(f"no disk was lent: {reason}", field="sandbox", received=self.name)
+                reason = answer.get("fault", ["", "its answer held no descriptor"])[1]
+                raise SandboxError(f"its disk was not lent: {reason}", field="sandbox", received=self.name)
             return self._lent.pop()
         finally:
             lent, self._lent = self._lent or [], None

@@ -250,12 +250,12 @@ def below(target: Path, name: str) -> Path:
     """Resolves an untrusted relative path below `target`. Raises PathOutsideError."""
     parts = name.split("/")
     if "\0" in name or any(part in ("", ".", "..") for part in parts):
-        raise PathOutsideError("the other side names a path that leads out", field="path", received=name)
+        raise PathOutsideError("the sender names a path outside the target", field="path", received=name)
     path = target
     for part in parts[:-1]:
         path = path / part
         if path.is_symlink():
-            raise PathOutsideError("a link lies in the way", field="target", received=str(path))
+            raise PathOutsideError("the path holds a symbolic link", field="target", received=str(path))
     return path / parts[-1]
 
 

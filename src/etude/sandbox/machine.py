@@ -170,7 +170,7 @@ class MachineSandbox(Sandbox):
     def attach(self, channel: Channel) -> None:
         """Uses the channel of a machine that now runs. Raises SandboxError if it has died already."""
         if channel.closed:
-            raise SandboxError("the sandbox died as it started", field="sandbox", received=self.id)
+            raise SandboxError("the sandbox died during its start", field="sandbox", received=self.id)
         self._channel = channel
         channel.on_event = self._on_event
         channel.on_close = self._on_close
@@ -218,7 +218,7 @@ class MachineSandbox(Sandbox):
                 f"the sandbox is {self.state}" if self.state != "running" else "the sandbox is starting",
                 field="sandbox",
                 received=self.id,
-                fix="resume it first" if paused else "make another one",
+                fix="resume it first" if paused else "create another one",
             )
         return self._channel
 

@@ -232,7 +232,7 @@ class MachineBackend(SnapshotKeeper, SandboxBackend):
         """The exception for a failed call: `error` if the failure is ours, else SandboxKilledByAgentError."""
         if sandbox.has_expired:
             return SandboxKilledByAgentError(
-                "its time to live is over", field="sandbox", received=sandbox.id, fix="give it more time"
+                "its time to live has expired", field="sandbox", received=sandbox.id, fix="give it more time"
             )
         evidence = Evidence(
             lambda: sandbox.state in ("paused", "killed"),
@@ -272,7 +272,7 @@ class MachineBackend(SnapshotKeeper, SandboxBackend):
                 info = await self._save(sandbox, mode, f"asleep-{sandbox.id}", temporary)
                 if sandbox.id not in self._live:
                     await self.delete_snapshot(info.id)
-                    raise _killed(sandbox, "went to sleep")
+                    raise _killed(sandbox, "was pausing")
                 self._asleep[sandbox.id] = info.id
                 sandbox.detach("paused")
                 await finish_despite_cancel(self.stop(sandbox))
@@ -326,7 +326,7 @@ class MachineBackend(SnapshotKeeper, SandboxBackend):
         await self.fall_asleep(sandbox, able.migrate or "filesystem", temporary=True)
         saved = self._asleep.get(sandbox.id)
         if saved is None:
-            raise _killed(sandbox, "went to sleep")
+            raise _killed(sandbox, "was pausing")
         try:
             moved = await transfer(
                 lambda file: self.export_snapshot(saved, file),

@@ -15,8 +15,8 @@ _ABLE: dict[str, str] = {"full": "vm or gvisor"} | dict.fromkeys(
 )
 """For each capability, the backends that have it."""
 _KEPT: dict[SnapshotKind, str] = {
-    "full": "the memory of processes, and files",
-    "filesystem": "the files alone",
+    "full": "the memory of processes and the files",
+    "filesystem": "only the files",
 }
 _MOST, _MOST_PROCESSES, _MOST_FILES = (1 << 63) - 1, 4_000_000, 1 << 20
 """The largest limits that a kernel accepts: of bytes and seconds, of processes, of open files."""
@@ -27,10 +27,10 @@ _FLEET = "fleet"
 def missing_sandbox(sandbox_id: str) -> SandboxMissingError:
     """The error for an id that no live sandbox has."""
     return SandboxMissingError(
-        "no such sandbox: it was killed, or its time to live is over",
+        "no such sandbox: it was killed, or its time to live has expired",
         field="sandbox",
         received=sandbox_id,
-        fix="list the sandboxes to see which live",
+        fix="list the sandboxes to see which are alive",
     )
 
 
@@ -81,17 +81,17 @@ def unsupported_copy(
 
 def check_move(here: Capabilities, there: Capabilities) -> None:
     """Raises Unsupported for a move between incompatible backends, before the sandbox is paused."""
-    files = "files go to any kind: files.download here, create(Template.from_directory(...)) there"
+    files = "to move only files: files.download here, create(Template.from_directory(...)) there"
     if here.migrate is None:
         raise Unsupported(
-            f"sandboxes of the {here.backend} backend do not move: what they hold stays on this host",
+            f"sandboxes of the {here.backend} backend cannot move to another host",
             field="sandbox.backend",
             received=here.backend,
-            fix=f"{files}; pause and create_snapshot keep it here; sandboxes of local, docker and vm move",
+            fix=f"{files}; pause and create_snapshot work here; the local, docker and vm backends can move",
         )
     if there.backend not in (here.backend, _FLEET):
         raise Unsupported(
-            f"a sandbox moves between backends of one kind: from {here.backend} to {here.backend}, "
+            f"a sandbox moves only between backends of one kind: from {here.backend} to {here.backend}, "
             f"not to {there.backend}",
             field="target",
             received=there.backend,
@@ -103,7 +103,7 @@ def foreign_snapshot(theirs: str, ours: str) -> tuple[str, str]:
     """The message and the fix for a snapshot of another backend."""
     return (
         f"belongs to the {theirs} backend and cannot become a sandbox of the {ours} backend",
-        f"use the {theirs} backend; from kind to kind go files alone: files.download from a sandbox here, "
+        f"use the {theirs} backend; to move only files: files.download from a sandbox here, "
         f"create(Template.from_directory(...)) there",
     )
 
@@ -116,10 +116,10 @@ def check_timeout(timeout_s: float) -> None:
     """Raises ConfigError for a timeout of a command or test run that is negative, zero, NaN or endless."""
     if not 0 < timeout_s <= MAX_TIMEOUT_S:
         raise ConfigError(
-            "a timeout is a number of seconds",
+            "is not a valid timeout in seconds",
             field="timeout_s",
             received=timeout_s,
-            fix=f"give more than 0 and at most {MAX_TIMEOUT_S:.0f}; commands.start takes None: no timeout",
+            fix=f"give more than 0 and at most {MAX_TIMEOUT_S:.0f}; None in commands.start for no limit",
         )
 
 
@@ -127,10 +127,10 @@ def check_life(timeout_s: float | None) -> None:
     """Raises ConfigError for a time to live that is not positive and finite."""
     if timeout_s is not None and not 0 < timeout_s < math.inf:
         raise ConfigError(
-            "a time to live is more than 0 seconds",
+            "a time to live must be more than 0 seconds",
             field="timeout_s",
             received=timeout_s,
-            fix="None: for ever",
+            fix="give more, or None for no limit",
         )
 
 
@@ -138,5 +138,5 @@ def check_count(count: int) -> None:
     """Raises ConfigError for a number of copies that is less than one."""
     if count < 1:
         raise ConfigError(
-            "a fork makes at least one copy", field="count", received=count, fix="ask for 1 or more"
+            "a fork must make at least one copy", field="count", received=count, fix="ask for 1 or more"
         )

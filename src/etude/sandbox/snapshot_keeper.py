@@ -124,7 +124,7 @@ class SnapshotKeeper:
                 f"the snapshot could not be written: {error}",
                 field="snapshot",
                 received=draft.id,
-                fix="make room on the disk, or choose another state directory",
+                fix="free disk space, or choose another state directory",
             ) from error
 
     def _check_snapshot(self, snapshot: Snapshot) -> None:

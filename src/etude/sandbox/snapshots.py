@@ -81,7 +81,7 @@ class Snapshot:
         """Path of one of its files. Raises SnapshotError if there is no such file."""
         path = self.directory / name
         if not path.exists():
-            raise _error(self.info.id, f"has no file {name!r}", "it was made by another version")
+            raise _error(self.info.id, f"has no file {name!r}", "use the version that made it")
         return path
 
     def check_origin(self, backend: str, backend_version: str, memory: bool) -> None:
@@ -93,7 +93,7 @@ class Snapshot:
         ours = {**this_machine(), "version": backend_version}
         for key, value in {**self.machine, "version": self.backend_version}.items():
             if ours.get(key) != value:
-                made, here = f"was made with {key} {value!r}", f"here it is {ours.get(key)!r}"
+                made, here = f"was made with {key} {value!r}", f"use the same {key}, not {ours.get(key)!r}"
                 raise _error(self.info.id, made, here, SnapshotRefusedError)
 
 
@@ -126,7 +126,7 @@ class SnapshotStore:
             directory = scratch.path / snapshot
             directory.mkdir(mode=0o700)
         except OSError as error:
-            raise _error(snapshot, f"could not be begun: {error}", "choose another directory") from error
+            raise _error(snapshot, f"could not be started: {error}", "choose another directory") from error
         return SnapshotDraft(snapshot, directory, scratch)
 
     async def publish(
@@ -196,7 +196,7 @@ class SnapshotStore:
             await asyncio.to_thread(_check_files, directory, manifest)
             template = (directory / TEMPLATE).read_bytes()
         except OSError as error:
-            raise _error(snapshot, f"cannot be read: {error}", "list those that can be") from error
+            raise _error(snapshot, f"cannot be read: {error}", "check the rights of its files") from error
         return Snapshot(
             info=_info(manifest),
             directory=directory,
@@ -245,7 +245,7 @@ class SnapshotStore:
             remove_directory(directory)
         except FileNotFoundError as error:
             raise _error(
-                snapshot, "does not exist", "it was deleted just now", SnapshotMissingError
+                snapshot, "does not exist", "nothing to do: it was deleted meanwhile", SnapshotMissingError
             ) from error
 
     async def export(self, snapshot: str, target: Path) -> None:
@@ -325,13 +325,13 @@ def _check_sizes(directory: Path, manifest: Mapping[str, Any]) -> None:
     snapshot = str(manifest["id"])
     present = {path.name for path in directory.iterdir()} - {MANIFEST}
     if missing := set(manifest["files"]) - present:
-        raise _error(snapshot, f"lacks {sorted(missing)}", "make it anew")
+        raise _error(snapshot, f"lacks {sorted(missing)}", "create it again")
     if foreign := present - set(manifest["files"]):
-        raise _error(snapshot, f"holds {sorted(foreign)}, which do not belong to it", "make it anew")
+        raise _error(snapshot, f"holds {sorted(foreign)}, which do not belong to it", "create it again")
     for name, row in manifest["files"].items():
         size = (directory / name).stat().st_size
         if size != row["bytes"]:
-            raise _error(snapshot, f"is torn: {name} has {size} bytes of {row['bytes']}", "make it anew")
+            raise _error(snapshot, f"is torn: {name} has {size} bytes of {row['bytes']}", "create it again")
 
 
 def _check_files(directory: Path, manifest: Mapping[str, Any]) -> None:
@@ -339,7 +339,7 @@ def _check_files(directory: Path, manifest: Mapping[str, Any]) -> None:
     _check_sizes(directory, manifest)
     for name, row in manifest["files"].items():
         if _digest(directory / name) != row["digest"]:
-            raise _error(manifest["id"], f"is damaged: {name} does not have its digest", "make it anew")
+            raise _error(manifest["id"], f"is damaged: the digest of {name} differs", "create it again")
 
 
 def _manifest_digest(manifest: Mapping[str, Any]) -> str:
@@ -352,15 +352,15 @@ def _read_manifest(directory: Path, snapshot: str) -> dict[str, Any]:
     try:
         manifest = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
         if manifest["format"] != FORMAT:
-            raise _error(snapshot, f"has format {manifest['format']!r}", f"this version reads {FORMAT}")
+            raise _error(snapshot, f"has format {manifest['format']!r}", f"export it in format {FORMAT}")
         if manifest["digest"] != _manifest_digest(manifest):
-            raise ValueError("it does not have its digest")
+            raise ValueError("its digest differs")
         _info(manifest)
         missing = _FIELDS - set(manifest)
         if missing or not all(_NAME.fullmatch(name) for name in (manifest["id"], *manifest["files"])):
             raise ValueError(f"fields {sorted(missing)}")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise _error(snapshot, f"has no readable manifest: {error}", "it is torn or no snapshot") from error
+        raise _error(snapshot, f"has no readable manifest: {error}", "create it again") from error
     return cast("dict[str, Any]", manifest)
 
 
@@ -405,7 +405,7 @@ def unpack_files(source: Path, directory: Path) -> None:
         with tarfile.open(source, "r:") as archive:
             for member in archive:
                 if not member.isreg() or member.issparse() or not _NAME.fullmatch(member.name):
-                    raise _error(source.name, f"holds {member.name!r}", "this is no exported snapshot")
+                    raise _error(source.name, f"contains {member.name!r}", "name an exported snapshot")
                 file = archive.extractfile(member)
                 assert file is not None, "a regular member has contents"
                 with (directory / member.name).open("wb") as target:

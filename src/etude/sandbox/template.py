@@ -98,10 +98,10 @@ class Template:
         """Raises TemplateError if the workspace is a directory of this host."""
         if self.directory:
             raise TemplateError(
-                "a sandbox that works in a directory of the host can be neither copied nor moved",
+                "a sandbox that works in a host directory can be neither copied nor moved",
                 field="template.directory",
                 received=self.directory,
-                fix="let it work on a copy: Template.from_directory",
+                fix="use a copy: Template.from_directory",
             )
 
     @classmethod
@@ -133,7 +133,7 @@ def _check_paths(contents: Mapping[str, bytes]) -> None:
         try:
             sizes = [len(os.fsencode(name)) for name in names]
         except UnicodeEncodeError:
-            raise _refused("is no text that a path can hold", path, "use characters of Unicode") from None
+            raise _refused("is not valid Unicode", path, "use Unicode text") from None
         if max(sizes) > MAX_NAME_BYTES or sum(sizes) + len(sizes) > MAX_PATH_BYTES:
             longest = f"{MAX_NAME_BYTES} bytes in a name, {MAX_PATH_BYTES} in a path"
             raise _refused("the path is too long", path, f"at most {longest}")
@@ -199,8 +199,8 @@ def unpack_templates(data: bytes, origin: str, count: int) -> list[Template]:
         return [decode_template(header, payload) for header, payload in frames]
     except (FrameError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise SnapshotError(
-            f"the snapshot has no readable template: {error}",
+            f"the snapshot's template is invalid: {error}",
             field="snapshot",
             received=origin,
-            fix="make the snapshot anew",
+            fix="create the snapshot again",
         ) from error

@@ -172,8 +172,8 @@ def _disk_errors(target: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise ResourceError(
-            f"cannot write what came: {error.strerror}",
+            f"cannot write the received data: {error.strerror}",
             field="target",
             received=str(target),
-            fix="name another place, or make room",
+            fix="name another path, or free disk space",
         ) from error

@@ -272,7 +272,7 @@ def test_building_a_damaged_image_anew_mends_it(tmp_path: Path, monkeypatch: pyt
     kept = image.directory.stat().st_ino
     assert build().directory.stat().st_ino == kept
     image.kernel.write_bytes(b"kernal")
-    with pytest.raises(TemplateError, match="build it anew"):
+    with pytest.raises(TemplateError, match="rebuild it"):
         find_image(tmp_path)
     assert build().kernel.read_bytes() == b"kernel"
     assert sorted(path.name for path in image.directory.parent.iterdir()) == [digest, "current"]

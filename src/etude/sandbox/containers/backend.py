@@ -138,7 +138,7 @@ class ContainerBackend(MachineBackend):
                 f"the engine no longer has its image: {error.message}",
                 field="snapshot",
                 received=snapshot.info.id,
-                fix="import the snapshot again, or make it anew",
+                fix="import the snapshot again, or create a new one",
             ) from error
 
     async def save(self, sandbox: MachineSandbox, kind: SnapshotKind, draft: SnapshotDraft) -> None:
@@ -231,7 +231,7 @@ class ContainerBackend(MachineBackend):
         wanted = spec.template.image
         if wanted is not None and wanted.layers:
             raise TemplateError(
-                "an engine runs its own images, not layers of ours",
+                "container engines cannot run images of the layer store",
                 field="template.image",
                 received=wanted.name,
                 fix=f"build it with `{self.name} build`, or use the local backend",
@@ -291,7 +291,7 @@ def _part(source: Path, directory: Path) -> None:
     unpack_files(source, directory)
     if {path.name for path in directory.iterdir()} != set(_EXPORT):
         raise SnapshotError(
-            "this is no exported snapshot of containers",
+            "this is not an exported container snapshot",
             field="snapshot",
             received=source.name,
             fix="export it again",

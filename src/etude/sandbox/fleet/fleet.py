@@ -47,7 +47,7 @@ class Fleet(SandboxBackend):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if not hosts:
-            raise ConfigError("a fleet without hosts", field="hosts", fix="name at least one host")
+            raise ConfigError("a fleet needs hosts", field="hosts", fix="name at least one host")
         self.config = config or FleetConfig()
         self.registry = Registry(self.config, clock)
         self._heartbeats = Heartbeats(self.registry)

@@ -27,10 +27,10 @@ class Capacity:
         for name in ("cpus", "memory_bytes", "disk_bytes"):
             if not getattr(self, name) > 0:
                 raise ConfigError(
-                    "a host has some of everything",
+                    "the capacity of a host must be above zero",
                     field=f"capacity.{name}",
                     received=getattr(self, name),
-                    fix="give a number above zero",
+                    fix="set a number above zero",
                 )
 
 

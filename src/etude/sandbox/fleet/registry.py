@@ -63,7 +63,7 @@ class Registry:
         """Adds a host. Raises ConfigError for a name that is taken or invalid."""
         if not name or ":" in name:
             raise ConfigError(
-                "a host's name is not empty and has no colon", field="hosts", received=name, fix="rename it"
+                "must not be empty or contain a colon", field="hosts", received=name, fix="rename it"
             )
         added = FleetHost(name, host if isinstance(host, HostSpec) else HostSpec(host))
         self.scheduler.add_host(name, added.capacity)
@@ -292,10 +292,10 @@ class FleetSandbox(WrappedSandbox):
 
 def _no_room(sandbox_id: str) -> CapacityError:
     return CapacityError(
-        "no host has room for another copy, or none to which it can move",
+        "no host with room for another copy can be moved to",
         field="sandbox",
         received=sandbox_id,
-        fix="fork fewer, or add hosts",
+        fix="ask for fewer copies, or add hosts",
     )
 
 

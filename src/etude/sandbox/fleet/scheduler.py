@@ -55,7 +55,7 @@ class Scheduler:
         known = self.hosts.get(name)
         if known is not None and known.alive:
             raise ConfigError(
-                "two hosts of one name", field="hosts", received=name, fix="give each host a name of its own"
+                "two hosts have one name", field="hosts", received=name, fix="give each host its own name"
             )
         host = HostState(name, capacity, self.policy, self.utilization)
         self.hosts[name] = host

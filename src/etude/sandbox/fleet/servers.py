@@ -146,7 +146,7 @@ class ServerFleet(Fleet):
             if not await self.remove_host(name):
                 return
         except SandboxError as error:
-            warnings.warn(f"sandbox server {name} has left, but: {error}", stacklevel=1)
+            warnings.warn(f"sandbox server {name} has left, with an error: {error}", stacklevel=1)
         del self._servers[name], self._clients[name]
         await client.disconnect()
 

@@ -202,5 +202,5 @@ async def _with_log(error: SandboxError, container: Container, what: str) -> San
         f"the container did not {what}: {error.message}; runsc says: {log[-1000:]}",
         field=error.field,
         received=error.received,
-        fix="run the doctor command for a diagnosis",
+        fix="run `etude sandbox doctor` for a diagnosis",
     )

@@ -232,7 +232,7 @@ class Container:
         for name in IMAGE_FILES:
             path = self.directory / "image" / name
             if not path.is_file() or path.is_symlink():
-                raise SandboxError("runsc wrote no whole checkpoint", field="runsc", received=name)
+                raise SandboxError("runsc wrote an incomplete checkpoint", field="runsc", received=name)
             if os.geteuid() == 0:
                 os.chown(path, 0, 0)
             path.chmod(0o644)

@@ -65,7 +65,7 @@ class Runsc:
         """Finds runsc on the PATH. Blocks for a few hundredths of a second. Raises ResourceError."""
         path = shutil.which(program)
         if path is None:
-            raise _error("there is no runsc", program)
+            raise _error("runsc is not installed", program)
         try:
             done = subprocess.run(
                 [path, "--version"], capture_output=True, text=True, timeout=_VERSION_S, check=False
@@ -74,7 +74,7 @@ class Runsc:
             raise _error(f"runsc does not run: {error}", path) from error
         version = parse_version(done.stdout)
         if version is None:
-            raise _error("runsc does not tell its version", (done.stdout + done.stderr)[-300:])
+            raise _error("runsc does not report its version", (done.stdout + done.stderr)[-300:])
         if version[1] < OLDEST:
             raise _error(f"runsc is older than {OLDEST}", version[0])
         return cls(os.path.realpath(path), version[0])
@@ -125,7 +125,7 @@ def find_problems(program: str = "runsc", sysctl: Path = _SYSCTL) -> list[str]:
         scope = (sysctl / "kernel/yama/ptrace_scope").read_text().strip()
     if scope.isdigit() and int(scope) > 1:
         problems.append(
-            f"ptrace is forbidden (ptrace_scope {scope}), which systrap begins with: "
+            f"ptrace, which systrap needs, is forbidden (ptrace_scope {scope}): "
             "sysctl -w kernel.yama.ptrace_scope=1"
         )
     return problems

@@ -71,7 +71,7 @@ def open_archive(stream: Readable, name: str, is_file: bool = False) -> Iterator
             yield archive
     except (tarfile.TarError, EOFError, ValueError, OverflowError) as error:
         raise TemplateError(
-            f"not a whole tar archive: {error}", field=name, fix="make or download the archive again"
+            f"not a complete tar archive: {error}", field=name, fix="make or download the archive again"
         ) from error
 
 
@@ -122,7 +122,7 @@ class DigestReader:
         """Raises TemplateError if the bytes read so far have another digest; None: any digest is accepted."""
         if expected is not None and self.digest != expected:
             raise TemplateError(
-                f"the content is not what its digest says: it has {self.digest}", field=self._name,
+                f"the content does not match its digest: computed {self.digest}", field=self._name,
                 received=expected, fix="make or download the image again",
             )  # fmt: skip
 
@@ -258,7 +258,7 @@ def open_blobs(source: Path, scratch: Path) -> Iterator[Blobs]:
 def blob_name(digest: object) -> str:
     """The path of a blob in an OCI layout. Raises TemplateError for anything but a SHA-256 digest."""
     if not isinstance(digest, str) or not _DIGEST.match(digest):
-        raise TemplateError("is no SHA-256 digest", field="image", received=digest)
+        raise TemplateError("is not a SHA-256 digest", field="image", received=digest)
     return f"blobs/sha256/{digest.removeprefix('sha256:')}"
 
 

@@ -116,7 +116,7 @@ class BaseFile:
         if not path.exists() or path.is_dir() != (transport == "oci"):
             raise TemplateError(
                 "no such image", field="images.bases", received=text,
-                fix="an image that is there: oci:DIRECTORY, oci-archive:FILE or docker-archive:FILE",
+                fix="name an existing image: oci:DIRECTORY, oci-archive:FILE or docker-archive:FILE",
             )  # fmt: skip
         return cls(transport, path, tag)
 
@@ -155,8 +155,8 @@ async def find_in_store(name: str, store: ImageStore) -> Image:
     known = ", ".join([*stored[:_NUM_NAMED], *rest, *sorted(BASES)])
     raise TemplateError(
         "no such base image", field="images.bases", received=name,
-        fix=f"known: {known}; save another one with another tool, and import it under this name "
-        "or give its place (oci:DIRECTORY)",
+        fix=f"use one of {known}; or save it with another tool and import it under this name, "
+        "or give its location (oci:DIRECTORY)",
     )  # fmt: skip
 
 

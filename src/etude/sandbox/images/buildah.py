@@ -73,7 +73,7 @@ class Buildah:
         status, output = await self.enclose(["buildah", *self._settings(), *words], on_line)
         if status == FAILED and output.startswith(REASON):
             raise ResourceError(
-                f"buildah cannot be kept apart from the host: {output.strip()}", field="image",
+                f"buildah cannot be isolated from the host: {output.strip()}", field="image",
                 fix="run `etude sandbox doctor`: builds need the namespaces that the backend `local` needs",
             )  # fmt: skip
         return status, output
@@ -116,8 +116,8 @@ class Buildah:
         status, output = await self.enclose(["find", f"{MOUNT_POINT}/storage", "-mindepth", "1", "-delete"])
         if status:
             raise ResourceError(
-                f"what buildah keeps cannot be removed: {output.strip()[-500:]}", field="image",
-                received=str(self.root), fix="see what the message names, then run it again",
+                f"buildah's storage cannot be removed: {output.strip()[-500:]}", field="image",
+                received=str(self.root), fix="correct the cause that the message names, then run it again",
             )  # fmt: skip
 
     def _settings(self) -> list[str]:
@@ -211,7 +211,7 @@ async def remove_storage(root: Path) -> None:
         return
     with open_root(root) as (buildah, lock):
         if not lock.alone:
-            raise ResourceError("images are being built", field="image", fix="wait until they are")
+            raise ResourceError("a build is running", field="image", fix="wait for its end")
         await buildah.empty_storage()
         (root / "names.json").unlink(missing_ok=True)
         (root / "storage").rmdir()
@@ -247,8 +247,8 @@ def _make_directory(path: Path, uid: int, gid: int, mode: int) -> None:
         path.mkdir(mode=0o700)
     if path.is_symlink() or not path.is_dir():
         raise ResourceError(
-            "a link or file lies where builds need a directory", field="image", received=str(path),
-            fix="see who made it, and remove it",
+            "must be a directory for builds, but is a link or a file", field="image", received=str(path),
+            fix="find out what created it, and remove it",
         )  # fmt: skip
     os.chown(path, uid, gid, follow_symlinks=False)
     path.chmod(mode)

@@ -257,7 +257,7 @@ class _BuildRun:
         if machine != architecture():
             raise TemplateError(
                 f"the base image is for {machine}, and this machine is {architecture()}",
-                field="images.bases", received=name, fix=f"give one for linux/{architecture()}",
+                field="images.bases", received=name, fix=f"name an image for linux/{architecture()}",
             )  # fmt: skip
         await self._run_checked("tag", image_id, full_name(name), base=name)
         await asyncio.to_thread(self._update_names, {name: fingerprint})
@@ -280,7 +280,7 @@ class _BuildRun:
         if status:
             raise TemplateError(
                 f"buildah {words[0]} fails: {_tail(output)}", field="images.bases" if base else "image",
-                received=base, fix=f"see that the image is whole, and for linux/{architecture()}",
+                received=base, fix=f"check that the image is complete and built for linux/{architecture()}",
             )  # fmt: skip
         return output
 
@@ -327,7 +327,7 @@ def show_line(line: str) -> str:
     lacking = _LACKS.search(line)
     name = lacking and (lacking["base"] or lacking["source"])
     return (
-        f"getting {name}: as images.bases says, from the store, or of Debian's packages (minutes)"
+        f"getting {name}: configured in images.bases, stored, or built from Debian packages (minutes)"
         if name
         else line
     )
@@ -338,13 +338,13 @@ def _check_files(context: Path, dockerfile: str, options: BuildOptions) -> None:
     if not (context / dockerfile).is_file():
         raise TemplateError(
             "no such Dockerfile", field="context", received=str(context / dockerfile),
-            fix="name a directory that holds one, and its path there",
+            fix="name a directory that contains one, and the path of the file in it",
         )  # fmt: skip
     for path, source in options.volumes.items():
         if not source.exists() or not path.startswith("/") or ":" in path:
             raise TemplateError(
-                "no such file, or no absolute path inside", field="volumes", received=f"{source}:{path}",
-                fix="HOST:INSIDE, for example /etc/pip.conf:/etc/pip.conf",
+                "no such file, or a relative path inside", field="volumes", received=f"{source}:{path}",
+                fix="write HOST:INSIDE, for example /etc/pip.conf:/etc/pip.conf",
             )  # fmt: skip
 
 
@@ -355,8 +355,8 @@ def explain_failure(dockerfile: str, output: str, status: int) -> TemplateError:
     received = step[-1][:500] if step else lacks[0] if lacks else f"exit status {status}"
     return TemplateError(
         f"the build failed; its output ends with: {_tail(output)}", field=dockerfile, received=received,
-        fix="correct the instruction; what it needs must be in the base image, or its host be allowed: by "
-        "`--allow HOST` of `etude sandbox image build`, for tasks by `images.allow` of the configuration",
+        fix="correct the instruction; put what it needs into the base image, or allow its host with "
+        "`--allow HOST` of `etude sandbox image build`, for tasks with `images.allow` in the configuration",
     )  # fmt: skip
 
 

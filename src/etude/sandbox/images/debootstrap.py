@@ -62,7 +62,7 @@ async def write_archive(
         except TimeoutError as error:
             raise ResourceError(
                 f"mmdebstrap took longer than {timeout_s:g} s", field=field,
-                fix="look at the network and the mirror, or allow more time",
+                fix="check the network and the mirror, or allow more time",
             ) from error  # fmt: skip
         finally:
             await _end(process)
@@ -72,7 +72,7 @@ async def write_archive(
             raise ResourceError(
                 f"mmdebstrap ended with exit code {process.returncode}: {tail.strip()}",
                 field=field,
-                fix="see that apt-get update works here; as a plain user, install uidmap",
+                fix="check that apt-get update works here; as a plain user, install uidmap",
             )
 
 
@@ -89,9 +89,9 @@ def _host_sources(suite: str, field: str) -> str:
         raise SandboxError("apt-get does not answer", field=field) from error
     if found.returncode != 0:
         raise ResourceError(
-            f"apt does not say what its sources are: {found.stderr.strip()[-_TAIL_CHARS:]}",
+            f"apt does not list its sources: {found.stderr.strip()[-_TAIL_CHARS:]}",
             field=field,
-            fix="see that apt-get update works here",
+            fix="check that apt-get update works here",
         )
     return parse_sources(found.stdout, suite, field)
 

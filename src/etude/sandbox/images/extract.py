@@ -136,9 +136,9 @@ class Extractor:
                 raise
             if not is_whiteout(os.stat(name, dir_fd=parent, follow_symlinks=False)):
                 raise TemplateError(
-                    "a path leads through something that is no directory in the same layer",
+                    "a path leads through an entry of the same layer that is not a directory",
                     field=self._name, received=_shown(b"/".join(parts)),
-                    fix="name the place itself: links inside a layer are not followed",
+                    fix="write real paths into the layer: its links are not followed",
                 ) from error  # fmt: skip
             os.unlink(name, dir_fd=parent)
             os.mkdir(name, dir_fd=parent)
@@ -184,7 +184,7 @@ class Extractor:
 
     def _symlink(self, parts: Parts, parent: int, entry: tarfile.TarInfo) -> None:
         if not entry.linkname or "\0" in entry.linkname:
-            raise self._refusal(entry, "a symbolic link to nothing")
+            raise self._refusal(entry, "a symbolic link without a target")
         self._clear(parts, parent)
         os.symlink(_bytes(entry.linkname), parts[-1], dir_fd=parent)
         set_owner(parts[-1], self._owner, parent)
@@ -200,7 +200,7 @@ class Extractor:
         try:
             there = self._stat(target[-1], self._enter(target[:-1])) if target else None
             if there is None or not (stat.S_ISREG(there.st_mode) or stat.S_ISLNK(there.st_mode)):
-                raise self._refusal(entry, "a hard link to what is no file of this layer")
+                raise self._refusal(entry, "a hard link to something other than a file of this layer")
             os.link(
                 target[-1], parts[-1], src_dir_fd=self._enter(target[:-1]), dst_dir_fd=parent,
                 follow_symlinks=False,
@@ -217,7 +217,7 @@ class Extractor:
             return
         name = parts[-1][len(WHITEOUT_PREFIX) :]
         if name in (b"", b".", b".."):
-            raise self._refusal(entry, "a whiteout of nothing")
+            raise self._refusal(entry, "a whiteout that names no file")
         hidden = (*parts[:-1], name)
         self._whiteouts.add(hidden)
         there = self._stat(name, parent)
@@ -279,9 +279,9 @@ def set_owner(file: int | bytes, owner: tuple[int, int], parent: int | None = No
         if error.errno not in (errno.EPERM, errno.EINVAL):
             raise
         raise ResourceError(
-            "files of layers cannot be given to the user of sandboxes",
+            "the owner of layer files cannot be set to the sandboxes' user",
             field="layer store", received=owner,
-            fix="map that user into this container, or run as a plain user",
+            fix="map that user id into this container, or run as an unprivileged user",
         ) from error  # fmt: skip
 
 
@@ -296,9 +296,9 @@ def make_whiteout(name: bytes, parent: int) -> None:
         os.mknod(name, stat.S_IFCHR | 0o600, os.makedev(0, 0), dir_fd=parent)
     except PermissionError as error:
         raise ResourceError(
-            "this kernel refuses whiteouts (character devices 0/0) to this user",
+            "the kernel does not let this user create whiteouts (character devices 0/0)",
             field="layer store", received=_shown(name),
-            fix="use Linux 5.8 or later, or a store outside of file systems mounted without device nodes",
+            fix="use Linux 5.8 or later, or put the store on a file system that is not mounted nodev",
         ) from error  # fmt: skip
 
 
@@ -310,7 +310,7 @@ def mark_opaque(directory: int) -> None:
         if error.errno != errno.ENOTSUP:
             raise
         raise ResourceError(
-            "the file system of the layer store has no extended attributes of users",
+            "the layer store's file system lacks user extended attributes",
             field="layer store", fix="put the store on ext4, xfs or btrfs (or tmpfs from Linux 6.6 on)",
         ) from error  # fmt: skip
 

@@ -63,10 +63,10 @@ class LayerStore:
                 folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ResourceError(
-                f"the layer store cannot be made: {error.strerror}",
+                f"the layer store cannot be created: {error.strerror}",
                 field="layer store",
                 received=str(root),
-                fix="name a directory that you may write to",
+                fix="name a directory that you can write to",
             ) from error
         sweep(self._temporary)
         sweep(self._layers, DRAFTS)
@@ -146,7 +146,7 @@ class LayerStore:
     def _folder(self, digest: str) -> Path:
         if not _DIGEST.match(digest):
             raise TemplateError(
-                "is no layer digest", field="layer", received=digest, fix="sha256:<64 hex digits>"
+                "is not a layer digest", field="layer", received=digest, fix="write sha256:<64 hex digits>"
             )
         return self._layers / digest.removeprefix("sha256:")
 
@@ -233,8 +233,8 @@ def check_name(name: str) -> None:
     """Raises TemplateError for an invalid image name, which FROM and --image could not express."""
     if not _NAME.fullmatch(name) or len(urllib.parse.quote(name, safe=":")) > _MAX_NAME_BYTES:
         raise TemplateError(
-            "is no name for an image", field="image", received=name[:100],
-            fix="letters, digits and ._- in parts that / separates, each with a :tag if need be, "
+            "is not a valid image name", field="image", received=name[:100],
+            fix="use letters, digits and ._- in parts separated by /, with a :tag if needed, "
             f"{_MAX_NAME_BYTES} bytes at most; for example my-task or python:3.11-slim",
         )  # fmt: skip
 
@@ -254,6 +254,6 @@ def _parse(data: bytes, name: str) -> Image:
 
 def _damaged(name: str) -> TemplateError:
     return TemplateError(
-        "the image's record is damaged, or of another version", field="image", received=name,
+        "the image's record is damaged, or written by another version", field="image", received=name,
         fix="build or import the image again",
     )  # fmt: skip

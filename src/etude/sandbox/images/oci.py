@@ -104,8 +104,8 @@ def _read_oci(blobs: Blobs, reference: str | None) -> tuple[Document, list[Layer
 
 def _not_one(num_images: int, received: str | None, names: set[str]) -> TemplateError:
     return TemplateError(
-        f"holds {num_images} images that fit, not one", field="image", received=received,
-        fix=f"choose one by its name there (`--tag`): {', '.join(sorted(names)) or 'they have none'}",
+        f"holds {num_images} matching images, not one", field="image", received=received,
+        fix=f"choose one by its name in it (`--tag`): {', '.join(sorted(names)) or 'all are unnamed'}",
     )  # fmt: skip
 
 
@@ -222,7 +222,7 @@ def _linked(blobs: Blobs, descriptor: Document, kinds: tuple[str, ...]) -> Docum
     name = blob_name(descriptor.get("digest"))
     data = read_document(blobs, name, descriptor["digest"])
     if descriptor.get("size") != len(data):
-        raise TemplateError("has another size than stated", field=name, received=descriptor.get("size"))
+        raise TemplateError("does not have the stated size", field=name, received=descriptor.get("size"))
     return _object(data, name)
 
 
@@ -249,7 +249,7 @@ def _field(table: Document, key: str, kind: type[Any], where: str) -> Any:
 
 def _broken(where: str, what: str) -> TemplateError:
     return TemplateError(
-        f"{where} lacks a proper {what}", field="image", fix="make or download the image again"
+        f"{where} has no valid {what}", field="image", fix="make or download the image again"
     )
 
 
@@ -272,10 +272,10 @@ def export_image(image: Image, store: ImageStore, target: Path) -> str:
     """
     if not target.parent.is_dir():
         raise TemplateError(
-            "there is no such directory to write to",
+            "the directory to write to does not exist",
             field="target",
             received=str(target.parent),
-            fix=f"make it (mkdir -p {target.parent}), or name a file in another",
+            fix=f"create it (mkdir -p {target.parent}), or name another",
         )
     with store.layers.scratch() as scratch:
         try:

@@ -79,18 +79,18 @@ class HostView:
         python = prefix / "bin" / "python"
         if not os.access(python, os.X_OK):
             raise ConfigError(
-                "is no Python environment: it has no bin/python that can be run",
+                "is not a Python environment: it has no executable bin/python",
                 field="--venv",
                 received=str(environment),
-                fix="make it with `python -m venv DIR`, or leave the project's out with --venv none",
+                fix="create it with `python -m venv DIR`, or use none with --venv none",
             )
         if self.project is not None and not self.in_place and self._is_shown(str(self.project)):
             raise ConfigError(
-                "the project lies in a directory that every sandbox sees as it is: an environment could run "
+                "the project is in a directory that every sandbox sees unchanged: an environment could run "
                 "its unchanged code",
                 field="--venv",
                 received=str(self.project),
-                fix="move the project, or go without: --venv none",
+                fix="move the project, or use --venv none",
             )
         is_environment = (prefix / "pyvenv.cfg").is_file() or _is_installation(prefix)
         if reason := self._refusal_reason(prefix, is_environment):
@@ -105,7 +105,7 @@ class HostView:
         Raises ConfigError if it is not a directory, may not be shown, or is unreadable to a sandbox's user.
         """
         source = directory.resolve()
-        reason = self._refusal_reason(source, True) if source.is_dir() else "is no directory"
+        reason = self._refusal_reason(source, True) if source.is_dir() else "is not a directory"
         if reason:
             raise _refusal(reason, str(directory))
         self._show(str(directory), source)
@@ -122,7 +122,7 @@ class HostView:
                 if not reason and not self._is_in_project(source):
                     self._show(str(home), source)
                 elif not is_link:
-                    reason = reason or "lies in the project, and is not the environment"
+                    reason = reason or "is in the project, but is not the environment"
                     raise _refusal(f"is the Python of this environment, but {home} {reason}", str(python))
                 elif not self._is_in_project(python):
                     _check_path(str(python))
@@ -130,7 +130,7 @@ class HostView:
             if not is_link:
                 return
             python = target
-        raise _refusal("is a link that leads through too many others", str(python))
+        raise _refusal("is a link with too many further links behind it", str(python))
 
     def _refusal_reason(self, directory: Path, is_wanted: bool) -> str:
         """Why a directory (without links) may not be shown; empty if it may. `is_wanted`: it is a Python
@@ -144,11 +144,11 @@ class HostView:
         """
         home = Path.home().resolve()
         if self.project is not None and self.project.is_relative_to(directory):
-            return "holds the project: commands would read its ignored files and run its unchanged code"
+            return "contains the project: commands could read its ignored files and run its unchanged code"
         if home.is_relative_to(directory):
-            return f"holds {home}, and all that is there could be read"
+            return f"holds {home}, so commands could read everything in it"
         if not is_wanted:
-            return "is no Python environment or installation, and all that is there could be read"
+            return "is not a Python environment or installation, so commands could read everything in it"
         return ""
 
     def _is_in_project(self, path: Path) -> bool:
@@ -172,7 +172,7 @@ class HostView:
         """Raises ConfigError if the project cannot be mounted at its own path."""
         if self.project is not None and _hidden_by(str(self.project)) not in ("", "tmp", "etc", "workspace"):
             raise ConfigError(
-                "lies where a sandbox has files of its own",
+                "is at a path where a sandbox has its own files",
                 field="--in-place",
                 received=str(self.project),
                 fix="move the project, or use --backend unisolated",
@@ -226,8 +226,8 @@ def _refusal(message: str, received: str) -> ConfigError:
         message,
         field="--venv",
         received=received,
-        fix="make an environment in a directory of its own, from a Python that has one, and name it with "
-        "--venv DIR; or go without: --venv none",
+        fix="create an environment in its own directory, from a Python in its own directory, name it with "
+        "--venv DIR; or use --venv none",
     )
 
 
@@ -241,11 +241,11 @@ def _check_path(path: str) -> None:
     """Raises ConfigError for a path below one of the sandbox's own directories."""
     if above := _hidden_by(path):
         raise ConfigError(
-            f"lies below /{above.strip('/')}, where a sandbox has files of its own: it cannot be shown there",
+            f"is below /{above.strip('/')}, where a sandbox has its own files: it cannot be mounted there",
             field="--venv",
             received=path,
-            fix="move the project or its environment to another place, use --image or --dockerfile, or "
-            "go without it: --venv none",
+            fix="move the project or its environment to another place, or use --image, --dockerfile or "
+            "--venv none",
         )
 
 
@@ -261,8 +261,8 @@ def _check_readable(directory: Path) -> None:
     ):
         if place.is_dir() and not stat.S_IMODE(place.stat().st_mode) & 0o005 == 0o005:
             raise ConfigError(
-                "cannot be read by other users, and commands in a sandbox run as one",
+                "cannot be read by other users, but commands in a sandbox run as another user",
                 field="--venv",
                 received=str(place),
-                fix=f"chmod -R o+rX {directory}, or go without it: --venv none",
+                fix=f"run chmod -R o+rX {directory}, or use --venv none",
             )

@@ -94,7 +94,7 @@ class ForkServer:
             detail = answer.get("failure") or log.read()[-1000:].decode(errors="replace")
             log.close()
             raise ResourceError(
-                f"the sandbox fork server does not start: {detail}",
+                f"the sandbox fork server did not start: {detail}",
                 field="sandbox.backend",
                 received=name,
                 fix="; ".join(find_problems()) or "run `etude sandbox doctor` for a diagnosis",
@@ -123,13 +123,13 @@ class ForkServer:
                 f"the image's variables and paths take more than {MAX_REQUEST_BYTES} bytes",
                 field="template.image",
                 received=len(data),
-                fix="give long variables to the commands that need them (env)",
+                fix="pass long variables with `env` to the commands that need them",
             )
         try:
             socket.send_fds(self._control, [data], list(descriptors))
         except OSError as error:
             raise SandboxError(
-                f"the fork server does not answer: {error}", field="sandbox.backend", fix="make a new backend"
+                f"the fork server does not answer: {error}", field="sandbox.backend", fix="open a new backend"
             ) from error
 
     async def call(self, request: dict[str, object], *descriptors: int) -> None:

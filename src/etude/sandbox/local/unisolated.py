@@ -14,7 +14,7 @@ from etude.sandbox.local.backend import Clone, ForkServerBackend
 from etude.sandbox.machine import MachineSandbox
 from etude.sandbox.types import Capabilities
 
-_WARNING = "the unisolated sandbox backend keeps nothing apart: an agent's code runs with all of your rights"
+_WARNING = "the unisolated sandbox backend isolates nothing: an agent's code runs with all of your rights"
 
 
 class UnisolatedBackend(ForkServerBackend):

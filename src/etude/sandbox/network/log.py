@@ -138,5 +138,5 @@ def _log_error(error: OSError, received: str) -> SandboxError:
         f"the request log cannot be written: {error}",
         field="network.log",
         received=received,
-        fix="make room, or give a path that can be written",
+        fix="free disk space, or name a writable path",
     )

@@ -160,7 +160,7 @@ class RemoteBackend(SandboxBackend):
 
             await self.connection.long("GET", path, self._params(), on_frame=on_frame)
             if not writer.is_whole:
-                raise self.connection.lost_error("the stream of the file is not whole")
+                raise self.connection.lost_error("the file's stream is incomplete")
 
     async def import_snapshot(self, source: Path) -> SnapshotInfo:
         if not await asyncio.to_thread(source.is_file):
@@ -177,10 +177,10 @@ class RemoteBackend(SandboxBackend):
         failed = [result for result in results if isinstance(result, BaseException)]
         if failed:
             raise SandboxError(
-                f"{len(failed)} sandboxes may live on: {failed[0]}",
+                f"{len(failed)} sandboxes may still be running: {failed[0]}",
                 field="sandbox.server",
                 received=self.connection.url,
-                fix="give sandboxes a time to live (timeout_s); they end with their server",
+                fix="end them on the server, or give sandboxes a time to live (timeout_s)",
             ) from failed[0]
 
     async def disconnect(self) -> None:

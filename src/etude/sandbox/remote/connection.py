@@ -162,7 +162,7 @@ class Connection:
             f"the connection to the {self._server} server failed: {reason}",
             field=self._field,
             received=self.url,
-            fix="see whether the server runs and can be reached",
+            fix="check that the server runs and is reachable",
         )
 
     @contextlib.contextmanager
@@ -190,13 +190,13 @@ class Connection:
                     pending = on_frame(header, payload)
                     if pending is not None:
                         await pending
-        raise NoAnswerError("the answer ended in its middle")
+        raise NoAnswerError("the answer is incomplete")
 
     def _refusal(self, answer: Answer) -> Exception:
         if error := error_in(answer):
             return decode_error(error)
         return SandboxError(
-            f"this is no {self._server} server: it answered with status {answer.status_code}",
+            f"this is not a {self._server} server: it answered with status {answer.status_code}",
             field=self._field,
             received=self.url,
             fix="check the address",

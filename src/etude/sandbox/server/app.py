@@ -119,7 +119,7 @@ async def import_snapshot(request: Request, named: Named, state: State) -> Respo
         if not isinstance(error, SandboxError):
             raise
         raise SnapshotRefusedError(
-            "the snapshot was cut off on its way", field="body", received=error.received, fix="send it again"
+            "the uploaded snapshot is incomplete", field="body", received=error.received, fix="send it again"
         ) from error
 
     async def work() -> Encoded:

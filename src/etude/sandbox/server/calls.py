@@ -118,7 +118,7 @@ def _check_sizes(rows: list[Any], payload_bytes: int) -> None:
     wanted = sum(size for _, size in rows)
     if wanted != payload_bytes:
         raise UserError(
-            "sizes and contents differ",
+            "the payload does not have the size that `files` adds up to",
             field="files",
             received=payload_bytes,
             fix=f"send {wanted} bytes",

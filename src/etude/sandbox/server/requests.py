@@ -98,11 +98,11 @@ async def frames_of(chunks: AsyncIterator[bytes]) -> AsyncIterator[tuple[Header,
         try:
             frames = unpacker.feed(chunk)
         except FrameError as error:
-            raise UserError(f"the body holds no frames: {error}", field="body", fix="send frames") from error
+            raise UserError(f"the body is not framed: {error}", field="body", fix="send frames") from error
         for header, piece in frames:
             if not isinstance(header, dict):
                 raise UserError(
-                    "the body holds no frames of a file", field="body", fix="send frames of a file"
+                    "the header of a frame is not a JSON object", field="body", fix="send an object"
                 )
             yield header, piece
 
@@ -139,7 +139,7 @@ def resources_of(raw: dict[str, Any] | None) -> Resources | None:
     for name, value in named.items():
         if not 0 < value < _MOST:
             raise UserError(
-                "must be above 0, and what a machine may have",
+                "must be above 0 and within the limits of a machine",
                 field=f"resources.{name}",
                 received=value,
                 fix="correct the request",
@@ -163,7 +163,7 @@ def inline_template(raw: dict[str, Any]) -> Template:
         return Template(files, named.get("name") or "template")
     except UnicodeEncodeError as error:
         raise UserError(
-            f"holds half a character: {error.reason}", field="template.files", fix="send UTF-8 text"
+            f"is not valid Unicode: {error.reason}", field="template.files", fix="send UTF-8 text"
         ) from error
 
 
@@ -208,5 +208,5 @@ async def receive_upload(request: Request, state: ServerState, target: Path) -> 
             await asyncio.to_thread(writer.write_frame, header, piece)
         if not writer.is_whole:
             raise TornUploadError(
-                "the upload ended in its middle", field="body", received=writer.num_bytes, fix="send it again"
+                "the upload is incomplete", field="body", received=writer.num_bytes, fix="send it again"
             )

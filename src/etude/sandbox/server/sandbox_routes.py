@@ -45,7 +45,7 @@ async def put_template(request: Request, state: State) -> Response:
         template = decode_template(raw, payload)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise TemplateError(
-            f"no template: {error!r}", field="body", fix="send what encode_template writes"
+            f"invalid template: {error!r}", field="body", fix="encode it with encode_template"
         ) from error
     return Json({"template": state.templates.put(template)})
 
@@ -102,7 +102,7 @@ def _template(state: ServerState, named: str | dict[str, Any] | None) -> Templat
             "the server does not hold this template",
             field="template",
             received=named,
-            fix="put it at /v1/templates, then create again",
+            fix="upload it with PUT /v1/templates, then retry",
         )
     return template
 
@@ -112,7 +112,7 @@ async def _claim(state: ServerState, creation: Creation) -> Encoded:
     served = state.get(sandbox_id)
     if served is None:
         raise SandboxMissingError(
-            "the sandbox that was made for this key has ended",
+            "the sandbox created with this key has ended",
             field="Idempotency-Key",
             received=sandbox_id,
             fix="use a new key",
@@ -259,10 +259,10 @@ async def migrate(request: Request, served: Served, state: State) -> Response:
     named = await fields_of(request, state, requests.MIGRATE)
     if named["url"].rstrip("/") not in state.peers:
         raise Unsupported(
-            "this server sends sandboxes to its peers alone",
+            "this server moves sandboxes only to its peers",
             field="url",
             received=named["url"],
-            fix="start it with that address among its peers",
+            fix="start the server with --peer and that address",
         )
 
     async def work() -> Encoded:

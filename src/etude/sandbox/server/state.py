@@ -118,7 +118,7 @@ class Creations:
         if creation is not None:
             if creation.fingerprint != fingerprint:
                 raise KeyConflictError(
-                    "this key came with another request before",
+                    "this key was already used for a different request",
                     field="Idempotency-Key",
                     received=key,
                     fix="use a new key for each creation",

@@ -94,7 +94,7 @@ class VmBackend(MachineBackend):
         except ResourceError as error:
             problems.append(str(error))
         if not (images_directory(self.state) / "current").exists():
-            problems.append("there is no guest image; fix: build one: etude sandbox image build")
+            problems.append("there is no guest image; fix: etude sandbox image build")
         return problems
 
     # MachineBackend
@@ -234,7 +234,7 @@ class VmBackend(MachineBackend):
         try:
             await machine.resume(channel)
         except BaseException as error:
-            channel.close(f"the sandbox did not wake: {error}")
+            channel.close(f"the sandbox did not resume: {error}")
             raise
         return channel
 

@@ -183,7 +183,7 @@ def _is_whole(state: Path, digest: str) -> bool:
 
 def _damaged(digest: str | None, reason: str) -> TemplateError:
     return TemplateError(
-        f"the guest image is damaged: {reason}", field="image", received=digest, fix=f"build it anew: {FIX}"
+        f"the guest image is damaged: {reason}", field="image", received=digest, fix=f"rebuild it: {FIX}"
     )
 
 
@@ -199,7 +199,7 @@ def _write_image(archive: Path, target: Path, codename: str, packages: Sequence[
             "the kernel's package was not found",
             field="image",
             received=[path.name for path in found],
-            fix=f"see that `apt-cache depends {_KERNEL}` names one image with the sources of the build",
+            fix=f"check that `apt-cache depends {_KERNEL}` names one image with the sources of the build",
         )
     release = _write_kernel(found[0], busybox.read_bytes(), target)
     shutil.rmtree(tree / _KERNEL_DIRECTORY)
@@ -267,7 +267,7 @@ def run_tool(program: str, *arguments: str | Path) -> None:
     except subprocess.SubprocessError as error:
         output = getattr(error, "stderr", None) or b""
         raise TemplateError(
-            f"{program} fails: {output.decode(errors='replace').strip()[-1500:] or error}", field="image"
+            f"{program} failed: {output.decode(errors='replace').strip()[-1500:] or error}", field="image"
         ) from error
 
 

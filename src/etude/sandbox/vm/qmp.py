@@ -133,7 +133,7 @@ class Qmp:
             while data := await loop.sock_recv(self._sock, _CHUNK_BYTES):
                 buffer += data
                 if len(buffer) > _MAX_LINE_BYTES:
-                    self._finish("QEMU sends what is no QMP")
+                    self._finish("QEMU sent an invalid QMP message")
                     return
                 while (end := buffer.find(b"\n")) >= 0:
                     line = bytes(buffer[:end])
@@ -144,7 +144,7 @@ class Qmp:
         except OSError as error:
             self._finish(f"QEMU died: {error.strerror}")
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            self._finish(f"QEMU sends what is no QMP: {error}")
+            self._finish(f"QEMU sent an invalid QMP message: {error}")
 
     def _handle(self, message: dict[str, Any]) -> None:
         if "QMP" in message:

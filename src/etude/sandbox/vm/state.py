@@ -107,7 +107,7 @@ def find_mappings(pid: int, base: Path) -> list[Mapping]:
             start, _, end = fields[0].partition("-")
             found.append(Mapping(int(start, 16), int(end, 16) - int(start, 16), int(fields[2], 16)))
     if sum(mapping.size_bytes for mapping in found) != status.st_size:
-        raise SandboxError("the guest's memory is not mapped whole", field="sandbox", received=pid)
+        raise SandboxError("the guest's memory is only partly mapped", field="sandbox", received=pid)
     return found
 
 
@@ -167,7 +167,7 @@ def _unreadable(pid: int, error: OSError) -> SandboxError:
         f"the memory of QEMU cannot be read: {error.strerror}",
         field="sandbox",
         received=pid,
-        fix="allow it: sysctl kernel.yama.ptrace_scope must be 0 or 1",
+        fix="set the sysctl kernel.yama.ptrace_scope to 0 or 1",
     )
 
 
