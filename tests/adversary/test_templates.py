@@ -31,7 +31,7 @@ REFUSED: Mapping[str, tuple[dict[str, bytes | str], str]] = {
     "the same, far apart": ({"a/b/c/d": b"", "z": b"", "a/b": b""}, "both a file and a directory"),
     "the workspace itself": ({".": b""}, "the workspace itself"),
     "the workspace by its whole path": ({"/workspace": b""}, "the workspace itself"),
-    "half of a character": ({"\ud800": b""}, "no text"),
+    "half of a character": ({"\ud800": b""}, "not valid Unicode"),
 }
 
 

@@ -93,7 +93,7 @@ def test_what_does_not_end_in_time_is_cut_off_and_said_to_be() -> None:
         await exchange.end(within_s=0.01)
         ((_, error),) = await gathered(exchange, 1)
         assert isinstance(error, SamplerError)
-        assert "cut off" in str(error)
+        assert "was ended" in str(error)
 
     asyncio.run(run())
 

@@ -93,7 +93,7 @@ def test_nothing_is_given_back_while_a_session_is_held() -> None:
     client = Client("s", 0)
     client.ask(engine, prompt(8, 0), max_tokens=4)
     for _ in range(2):
-        with pytest.raises(SamplerError, match="sessions are held"):
+        with pytest.raises(SamplerError, match="sessions are open"):
             engine.release_memory()
         drain(engine, [client])
     tokens = list(client.tokens)
@@ -148,7 +148,7 @@ def test_a_service_waits_for_sessions_that_close_and_refuses_for_others() -> Non
             service.open("a")
             async for chunk in service.stream(first.request(prompt(5, 0), max_tokens=3)):
                 first.take(chunk)
-            with pytest.raises(SamplerError, match="sessions are held"):
+            with pytest.raises(SamplerError, match="sessions are open"):
                 await service.release_memory()
             service.close("a")
             await service.release_memory()

@@ -223,7 +223,7 @@ def test_forgotten_weights_are_refused_and_the_old_go_on_serving() -> None:
         async with EngineService(engine, weights.fetch, 4) as service:
             forgotten = weights.publish(version(1), dict(small_model(2).named_parameters()))
             weights.publish(version(2), dict(small_model(3).named_parameters()))
-            with pytest.raises(WeightUpdateError, match="no longer held"):
+            with pytest.raises(WeightUpdateError, match="no longer in memory"):
                 await service.stage(forgotten)
             current = service.current()
             assert current is not None

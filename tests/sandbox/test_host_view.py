@@ -86,7 +86,7 @@ def test_the_projects_own_environment_comes_before_the_active_one(tmp_path: Path
 
 
 def test_what_cannot_be_shown_is_refused_with_what_to_do(project: Path) -> None:
-    with pytest.raises(ConfigError, match="no bin/python") as nothing:
+    with pytest.raises(ConfigError, match="no executable bin/python") as nothing:
         HostView(project).add_python(project)
     assert "python -m venv" in str(nothing.value.fix)
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
@@ -189,7 +189,7 @@ def test_of_the_way_to_a_python_nothing_but_the_installation_is_shown(
 @pytest.mark.parametrize(
     ("environment", "python", "tree", "reason"),
     [
-        pytest.param(ENVIRONMENT, "BASE/me/secret/bin/tool", TOOL, "is no Python", id="any program"),
+        pytest.param(ENVIRONMENT, "BASE/me/secret/bin/tool", TOOL, "is not a Python", id="any program"),
         pytest.param(
             ENVIRONMENT,
             "../../inner/bin/tool",
@@ -208,12 +208,12 @@ def test_of_the_way_to_a_python_nothing_but_the_installation_is_shown(
             ENVIRONMENT,
             "../../src/bin/tool",
             {"me/project/src/bin/tool": "", "me/project/src/lib/python3.12/os.py": ""},
-            "lies in the project",
+            "is in the project",
             id="an installation in the project",
         ),
-        pytest.param("me/project", "/bin/sh", {}, "holds the project", id="the project"),
-        pytest.param("me", "/bin/sh", {}, "holds the project", id="above the project"),
-        pytest.param("me/link", "/bin/sh", {"me/link": "project"}, "holds the project", id="by a link"),
+        pytest.param("me/project", "/bin/sh", {}, "contains the project", id="the project"),
+        pytest.param("me", "/bin/sh", {}, "contains the project", id="above the project"),
+        pytest.param("me/link", "/bin/sh", {"me/link": "project"}, "contains the project", id="by a link"),
     ],
 )
 def test_no_environment_shows_what_a_person_or_the_project_has(
@@ -266,7 +266,7 @@ def test_no_active_environment_is_found_that_holds_the_project(
 
 def test_a_project_that_sandboxes_see_as_it_is_gets_no_environment(project: Path, monkeypatch) -> None:
     monkeypatch.setattr(sys, "base_prefix", str(project.parent))
-    with pytest.raises(ConfigError, match="lies in a directory that every sandbox sees"):
+    with pytest.raises(ConfigError, match="is in a directory that every sandbox sees"):
         HostView(project).add_python(project / ".venv")
 
 

@@ -306,7 +306,7 @@ class MissingInterpreter(LocalBackend):
 
 def test_a_fork_server_that_does_not_start_is_explained() -> None:
     async def scenario() -> None:
-        with pytest.raises(ResourceError, match="does not start"):
+        with pytest.raises(ResourceError, match="did not start"):
             await MissingInterpreter().create(Template(FILES))
 
     asyncio.run(scenario())

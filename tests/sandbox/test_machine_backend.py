@@ -83,7 +83,7 @@ def test_time_to_live_ends_a_sandbox_running_or_asleep(tmp_path: Path) -> None:
             await lengthened.set_timeout(timeout_s)
         for brief in (asleep, busy, idle, shortened):
             await brief.set_timeout(0.4)
-        with pytest.raises(SandboxKilledByAgentError, match="time to live is over"):
+        with pytest.raises(SandboxKilledByAgentError, match="time to live has expired"):
             await waiting
 
         async def have_ended() -> bool:

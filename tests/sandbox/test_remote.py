@@ -468,9 +468,9 @@ PIECE, RESULT = pack({"event": "piece"}, b"1" * 1000), pack({"event": "result", 
     ("reply", "text"),
     [
         ([PIECE], "middle"),
-        ([PIECE, RESULT], "not whole"),
-        ([PIECE, pack({"event": "end", "num_bytes": 1001}), RESULT], "not whole"),
-        ([PIECE, pack({"event": "end", "num_bytes": 1000}), PIECE, RESULT], "not whole"),
+        ([PIECE, RESULT], "stream is incomplete"),
+        ([PIECE, pack({"event": "end", "num_bytes": 1001}), RESULT], "stream is incomplete"),
+        ([PIECE, pack({"event": "end", "num_bytes": 1000}), PIECE, RESULT], "stream is incomplete"),
     ],
 )
 def test_an_export_without_its_end_leaves_no_file(tmp_path: Path, reply: list[bytes], text: str) -> None:

@@ -767,7 +767,7 @@ def test_a_server_killed_in_the_middle_of_a_run_is_lost(tmp_path: Path) -> None:
                 await asyncio.wait_for(command.wait(), 60)
             with pytest.raises(SandboxLostError):
                 await sandbox.files.read("a")
-            with pytest.raises(SandboxError, match="may live on"):
+            with pytest.raises(SandboxError, match="may still be running"):
                 await backend.close()
 
         asyncio.run(run())

@@ -147,14 +147,14 @@ def test_a_store_away_behind_a_relay_is_asked_again_and_one_that_refuses_is_not(
         away.away = 2
         assert folder.list("commits") == ["commits/000000000001.json"]
         assert len(waits) == 1
-        with pytest.raises(StoreError, match="a relay only reads"):
+        with pytest.raises(StoreError, match="a relay is read-only"):
             folder.write("commits/000000000002.json", b"x")
         assert len(waits) == 1
 
 
 def test_a_store_that_cannot_be_used_is_told_without_patience(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no directory")
-    with pytest.raises(StoreError, match=r"weights\.url: a file is where a directory should be"):
+    with pytest.raises(StoreError, match=r"weights\.url: is a file, not a directory"):
         check_store(WeightsConfig(url=str(tmp_path / "file")))
     with pytest.raises(UnavailableError, match="the relay does not answer"):
         check_store(WeightsConfig(url=str(tmp_path / "store"), read_url="http://127.0.0.1:9"))

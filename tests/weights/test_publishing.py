@@ -210,7 +210,7 @@ def test_a_damaged_snapshot_is_asked_for_anew_and_comes_with_the_next_version(tm
     with StoreWeights(WeightStore.open(str(tmp_path)), FAST) as publisher:
         (first,) = _publish(publisher, range(1))
         folder.flip = {"full"}
-        with pytest.raises(WeightUpdateError, match="cannot be had"):
+        with pytest.raises(WeightUpdateError, match="cannot be fetched"):
             subscriber.fetch(first)
         assert subscriber.version is None
         folder.flip = {"files/000000000001"}

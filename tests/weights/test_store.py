@@ -170,9 +170,9 @@ class _RefusingFiles:
     ("error", "said"),
     [
         (OSError(errno.ENOSPC, "No space left on device"), "free some space"),
-        (PermissionError("Access Denied"), "grant it"),
-        (OSError(errno.EROFS, "Read-only file system"), "grant it"),
-        (ConnectionError("refused"), "see whether it answers"),
+        (PermissionError("Access Denied"), "grant the permission"),
+        (OSError(errno.EROFS, "Read-only file system"), "grant the permission"),
+        (ConnectionError("refused"), "check that it answers"),
     ],
 )
 def test_what_a_file_system_says_is_said_with_its_cure(error: OSError, said: str) -> None:

@@ -120,7 +120,7 @@ def test_publishing_detaches_from_the_graph() -> None:
 def test_the_oldest_version_is_forgotten_and_says_so() -> None:
     weights = MemoryWeights(keep=2)
     manifests = [weights.publish(PolicyVersion("run", step), _tensors(step)) for step in range(3)]
-    with pytest.raises(WeightUpdateError, match="no longer held"):
+    with pytest.raises(WeightUpdateError, match="no longer in memory"):
         weights.fetch(manifests[0])
     for step in (1, 2):
         assert torch.equal(weights.fetch(manifests[step])["a"], _tensors(step)["a"])

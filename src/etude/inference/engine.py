@@ -217,7 +217,7 @@ class Engine:
         sessions, whose keys would be lost."""
         if self.has_work or self.num_live_sessions:
             raise SamplerError(
-                "sessions are held",
+                "sessions are open",
                 field="sessions",
                 received=self.num_live_sessions + len(self._queue),
                 fix="close them first",
@@ -254,7 +254,7 @@ class Engine:
         if request.prefix_digest is not None:
             if row is None or self._sequences.digest(row) != request.prefix_digest:
                 raise PrefixMissError(
-                    "prefix is not held", field="prefix_digest", received=request.prefix_digest
+                    "prefix is not in the cache", field="prefix_digest", received=request.prefix_digest
                 )
             known = int(self._sequences.length[row])
         check_length(known + len(request.suffix), self._sequences.max_tokens)
@@ -266,7 +266,7 @@ class Engine:
         version = self._weights.version
         if version is None:
             raise SamplerError(
-                "no weights yet", field="version", received=None, fix="stage and activate some"
+                "no weights yet", field="version", received=None, fix="stage and activate a version"
             )
         return version
 

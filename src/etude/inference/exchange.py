@@ -138,7 +138,7 @@ class Exchange:
         except EtudeError as error:
             self._push(request, error)
         except asyncio.CancelledError:
-            self._push(request, SamplerError("the request was cut off"))
+            self._push(request, SamplerError("the request was ended"))
             raise
         except Exception as error:  # a bug: the client must not wait forever
             self._push(request, SamplerError("the engine failed", received=repr(error)))

@@ -70,7 +70,7 @@ class LoanHandle(Handle[Any]):
 
     def _check_kept(self) -> None:
         if self._dead:
-            raise PartLostError("was let go", field=self.url)
+            raise PartLostError("the loan was ended", field=self.url)
 
     async def stop(self) -> None:
         """See Handle.stop: ends the loan, if the replica answers."""
@@ -128,4 +128,4 @@ class LoanHandle(Handle[Any]):
         if answer.status_code == _GONE:
             return LoanEndedError("the replica was recalled", field=self.url)
         received = f"{answer.status_code} {answer.text[:300]}"
-        return SamplerError("a borrowed replica refuses", field=self.url, received=received)
+        return SamplerError("a borrowed replica refused the call", field=self.url, received=received)

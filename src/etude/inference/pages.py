@@ -73,7 +73,7 @@ class SessionPages:
                 "pages are in use",
                 field="pages",
                 received=used,
-                fix="close the sessions, and wait for what is being scored",
+                fix="close the sessions, and wait until scoring has ended",
             )
         self.tree.clear()
 

@@ -173,7 +173,7 @@ def check_factors_fit(model: nn.Module, pairs: Mapping[str, Pair], version: Poli
     own = dict(model.named_parameters())
     if bool(pairs) != (version.adapter is not None):
         raise WeightUpdateError(
-            "factors come with a version that names an adapter, and with no other",
+            "adapter factors must come with a version that names an adapter",
             field="version.adapter",
             received=f"{version.adapter}, {len(pairs)} pairs of factors",
         )
@@ -182,10 +182,10 @@ def check_factors_fit(model: nn.Module, pairs: Mapping[str, Pair], version: Poli
         fits = name in own and shape == own[name].shape and left.shape[-1] == right.shape[-2]
         if not fits or not bool(left.isfinite().all() and right.isfinite().all()):
             raise WeightUpdateError(
-                "factors that are not finite" if fits else "factors of another model",
+                "is not finite" if fits else "does not fit the model",
                 field=f"{ADAPTER_PREFIX}{name}",
                 received=f"{tuple(left.shape)} and {tuple(right.shape)}",
-                fix="publish adapters of the base that is in service",
+                fix="publish adapters of the base model in service",
             )
 
 
@@ -194,7 +194,7 @@ def check_tensors_fit(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     own = dict(model.named_parameters())
     if own.keys() != tensors.keys():
         differing = sorted(own.keys() ^ tensors.keys())
-        raise WeightUpdateError("other tensors than the model's", field="tensors", received=differing)
+        raise WeightUpdateError("the tensors are not those of the model", field="tensors", received=differing)
     for name, tensor in tensors.items():
         if tensor.shape != own[name].shape:
             raise WeightUpdateError(

@@ -31,10 +31,10 @@ class RelayFolder:
             names = answer.json()
         if type(names) is not list:
             raise StoreError(
-                f"this is not the answer of a relay: {answer.text[:300]}",
+                f"is not the answer of a relay: {answer.text[:300]}",
                 field="weights.url",
                 received=self.url,
-                fix="name a relay, as `etude relay` serves one",
+                fix="name a relay, which `etude relay` starts",
             )
         return cast("list[str]", names)
 
@@ -47,7 +47,7 @@ class RelayFolder:
     def create(self, name: str, data: bytes) -> None:
         """Raises StoreError: versions are not published through a relay."""
         raise StoreError(
-            "a relay only reads", field="weights.url", received=self.url, fix="publish to the store itself"
+            "a relay is read-only", field="weights.url", received=self.url, fix="publish to the store itself"
         )
 
     def delete(self, name: str) -> None:
@@ -75,15 +75,15 @@ class RelayFolder:
             return MissingError("there is no such file", field="weights.url", received=where)
         if answer.status_code == 401 and '"Host"' not in answer.text:
             return StoreError(
-                "the relay asks for a token, and got none or another",
+                "the relay needs a token, and got none or a wrong one",
                 field="weights.token",
                 received=self.url,
-                fix="name where its token is: file:PATH or env:NAME",
+                fix="name its token: file:PATH or env:NAME",
             )
         kind = UnavailableError if answer.status_code == 503 else StoreError
         return kind(
             f"the relay answers {answer.status_code}: {answer.text[:300]}",
             field="weights.url",
             received=where,
-            fix="see whether it reaches the store",
+            fix="check whether it can reach the store",
         )

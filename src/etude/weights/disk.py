@@ -72,7 +72,7 @@ class DiskTensors(Mapping[str, Tensor]):
             f"cannot be {done}: {error.strerror or error}",
             field="weights.scratch",
             received=str(self._directory),
-            fix="name a directory of a local disk with room for two versions of what a rank publishes",
+            fix="name a directory on a local disk with space for two versions of a rank's tensors",
         )
 
 

@@ -161,7 +161,7 @@ class DirectoryFolder:
                 path.parent.mkdir(parents=True, exist_ok=True)
             except (FileExistsError, NotADirectoryError) as error:
                 raise StoreError(
-                    "a file is where a directory should be",
+                    "is a file, not a directory",
                     field="weights.url",
                     received=str(path.parent),
                     fix="name a directory",
@@ -231,7 +231,7 @@ def _named(place: str) -> Generator[None]:
             raise _denied(place) from error
         if "PreconditionFailed" in str(error) or "pre-conditions" in str(error):
             raise ExistsError("the file exists already", field="weights.url", received=place) from error
-        fix = "free some space, or keep fewer snapshots" if error.errno in FULL else "see whether it answers"
+        fix = "free some space, or keep fewer snapshots" if error.errno in FULL else "check that it answers"
         raise UnavailableError(
             f"the weight store failed: {error}", field="weights.url", received=place, fix=fix
         ) from error
@@ -242,16 +242,16 @@ def _named(place: str) -> Generator[None]:
             f"the weight store failed: {type(error).__name__}: {error}",
             field="weights.url",
             received=place,
-            fix="see whether it answers, and what it asks for",
+            fix="check whether it answers, and its credentials",
         ) from error
 
 
 def _denied(place: str) -> StoreError:
     return StoreError(
-        "no right to do this in the weight store",
+        "permission denied in the weight store",
         field="weights.url",
         received=place,
-        fix="grant it, or name another place",
+        fix="grant the permission, or name another store",
     )
 
 

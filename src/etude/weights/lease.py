@@ -124,5 +124,5 @@ def _name(epoch: int) -> str:
 
 def _refused(folder: Folder, problem: str) -> StoreError:
     return StoreError(
-        problem, field="weights.url", received=folder.url, fix="stop the other run, or name another place"
+        problem, field="weights.url", received=folder.url, fix="stop the other run, or name another store"
     )

@@ -42,7 +42,7 @@ def check_tensors(manifest: WeightManifest, tensors: Mapping[str, Tensor]) -> No
             )
     if digest_entries(manifest.tensors) != manifest.version.digest:
         raise WeightUpdateError(
-            "manifest does not have its version's digest", field="digest", received=manifest.version.digest
+            "manifest does not match its version's digest", field="digest", received=manifest.version.digest
         )
 
 

@@ -54,7 +54,7 @@ class MemoryWeights:
         snapshot = self._snapshots.get(manifest.url)
         if snapshot is None:
             raise WeightUpdateError(
-                "these weights are no longer held",
+                "these weights are no longer in memory",
                 field="url",
                 received=manifest.url,
                 fix="publish the current version and stage that",

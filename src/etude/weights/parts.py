@@ -58,12 +58,12 @@ def join_entries(entries: Iterable[TensorEntry]) -> tuple[TensorEntry, ...]:
         if part is not None:
             parts.setdefault(part.name, []).append((part, entry))
         elif entry.name in whole:
-            raise WeightUpdateError("a tensor comes twice", field="tensors", received=entry.name)
+            raise WeightUpdateError("a tensor occurs twice", field="tensors", received=entry.name)
         else:
             whole[entry.name] = entry
     for name, own in parts.items():
         if name in whole:
-            raise WeightUpdateError("a tensor comes whole and in parts", field="tensors", received=name)
+            raise WeightUpdateError("a tensor occurs both whole and in parts", field="tensors", received=name)
         whole[name] = _join(name, sorted(own, key=lambda item: item[0].start))
     return tuple(entry for _, entry in sorted(whole.items()))
 

@@ -179,10 +179,10 @@ class StoreWeights:
         one is published. Raises WeightUpdateError for other versions, and if this process has only parts."""
         if self.is_shared or self._current is None or self._current[0] != manifest.version:
             raise WeightUpdateError(
-                "only the newest version is at hand, and only where it is published whole",
+                "only the newest version is available here, if published whole",
                 field="version",
                 received=str(manifest.version),
-                fix="fetch others with a Subscriber",
+                fix="fetch other versions with a Subscriber",
             )
         check_tensors(manifest, self._current[1])
         return self._current[1]

@@ -85,7 +85,7 @@ class Relay:
     def write(self, name: str, data: bytes) -> None:
         """Forwards the notes that readers may write. Raises StoreError for anything else."""
         if name.partition("/")[0] not in (PINS, WANTED):
-            raise ReadOnlyError("a relay only reads", field="name", received=name)
+            raise ReadOnlyError("a relay is read-only", field="name", received=name)
         self._source.write(name, data)
 
     def _read_commit(self, name: str) -> bytes:
@@ -202,8 +202,8 @@ def _check_writable(cache: Path) -> None:
             pass
     except OSError as error:
         raise ConfigError(
-            f"nothing can be written there: {error.strerror}",
+            f"cannot be written to: {error.strerror}",
             field="cache",
             received=str(cache),
-            fix="name a directory that this user may write in",
+            fix="name a directory that this user can write to",
         ) from error

@@ -69,7 +69,7 @@ def _checked(name: str) -> str:
     is_hidden = any(part.startswith(".") or not part for part in parts)
     is_long = len(name) > _NAME_CHARACTERS or any(len(part.encode()) > _PART_BYTES for part in parts)
     if is_hidden or is_long or "\\" in name or not name.isprintable():
-        raise _RefusedError("no name in a weight store", field="name", received=name)
+        raise _RefusedError("is not a valid name in a weight store", field="name", received=name)
     return name
 
 

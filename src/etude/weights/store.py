@@ -65,10 +65,10 @@ class WeightStore:
             is_past = self.newest_sequence() > sequence and not self._has(sequence)
             if is_past or pause_s is None:
                 raise WeightUpdateError(
-                    f"the version did not appear within {wait_s:g} s, or is not kept any more",
+                    f"the version did not appear within {wait_s:g} s, or was deleted",
                     field="url",
                     received=self.version_url(sequence),
-                    fix="see whether the publisher lives; stage a newer version",
+                    fix="check whether the publisher runs, or stage a newer version",
                 ) from failure
 
         backoff = Backoff(_POLL_S, _LONGEST_POLL_S, within_s=wait_s)
@@ -77,7 +77,7 @@ class WeightStore:
         )
         commit = unpack_commit(data)
         if commit.sequence != sequence:
-            raise WeightUpdateError("a commit under another's name", field="commit", received=sequence)
+            raise WeightUpdateError("the commit has a wrong number", field="commit", received=sequence)
         return commit
 
     def _has(self, sequence: int) -> bool:
@@ -106,7 +106,7 @@ def split_url(url: str) -> tuple[str, int]:
     place, _, number = url.removeprefix(URL_SCHEME).rpartition("#")
     if not url.startswith(URL_SCHEME) or not place or not number.isdigit():
         raise WeightUpdateError(
-            "no version of a weight store", field="url", received=url, fix=f"name {URL_SCHEME}STORE#NUMBER"
+            "is not the URL of a version", field="url", received=url, fix=f"name {URL_SCHEME}STORE#NUMBER"
         )
     return place, int(number)
 

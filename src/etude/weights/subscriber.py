@@ -99,7 +99,7 @@ class Subscriber:
         sequence = split_url(manifest.url)[1]
         if digest_entries(manifest.tensors) != manifest.version.digest:
             raise WeightUpdateError(
-                "manifest does not have its version's digest",
+                "manifest does not match its version's digest",
                 field="digest",
                 received=manifest.version.digest,
             )
@@ -120,10 +120,10 @@ class Subscriber:
     def _update_to(self, target: Commit, wanted: PolicyVersion) -> None:
         if target.version.digest != wanted.digest:
             raise WeightUpdateError(
-                "the store has another version under this number",
+                "the store has a different version under this number",
                 field="digest",
                 received=target.version.digest,
-                fix=f"stage what {target.version} is published as",
+                fix=f"stage the manifest of {target.version}",
             )
         commits = self._store.commits()
         held = None if self._version is None else self._version.digest
@@ -159,10 +159,10 @@ class Subscriber:
         with contextlib.suppress(StoreError):  # the error below matters more
             self._store.request_snapshot(self._name)
         raise WeightUpdateError(
-            f"{target.version} cannot be had: {failure or 'no full snapshot leads to it'}",
+            f"{target.version} cannot be fetched: {failure or 'no full snapshot leads to it'}",
             field="weights.url",
             received=self._store.folder.url,
-            fix="stage the next version: it will come with a full snapshot",
+            fix="stage the next version, which will have a full snapshot",
         ) from failure
 
     def _apply_deltas(self, chain: Sequence[Commit]) -> None:
@@ -184,7 +184,7 @@ class Subscriber:
             found.add(apply_update(own, data, out=room, workers=self._workers, kernels=self._kernels))
         if digest_entries(join_entries(entries)) != commit.version.digest:
             raise WeightUpdateError(
-                f"the files of {commit.version} make another version",
+                f"the files of {commit.version} do not have its digest",
                 field="commit",
                 received=commit.sequence,
             )

@@ -161,7 +161,7 @@ class StoreWriter:
                 "another writer has committed to this weight store",
                 field="weights.url",
                 received=self._store.folder.url,
-                fix="stop the other run, or name another place",
+                fix="stop the other run, or name another store",
             ) from error
         except UnavailableError:
             self.next_sequence = commit.sequence + 1

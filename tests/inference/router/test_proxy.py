@@ -534,7 +534,7 @@ def test_replicas_are_managed_with_the_admin_token_only() -> None:
 
 def test_a_replica_that_is_named_twice_is_refused_before_anything_runs() -> None:
     address = ReplicaAddress("http://127.0.0.1:8661")
-    with pytest.raises(ConfigError, match="member already"):
+    with pytest.raises(ConfigError, match="already exists"):
         build_app(Proxy(), [address, address])
 
 

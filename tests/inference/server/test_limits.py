@@ -269,7 +269,7 @@ def test_a_server_that_drains_finishes_what_it_answers_and_takes_nothing_new(
     with serving(make_state(sampler)) as served:
         stream = complete(served, "", stream=True, max_tokens=300)
         served.state.draining = True
-        with pytest.raises(openai.InternalServerError, match="about to end"):
+        with pytest.raises(openai.InternalServerError, match="shutting down"):
             complete(served, "")
         with served.http() as http:
             assert http.get("/ready").status_code == 503

@@ -176,7 +176,7 @@ def test_a_borrower_that_lives_keeps_the_replica(
         await handle.call(EngineProcess.begin)
         await until_renewed(served, 3)
         await handle.stop()
-        with pytest.raises(PartLostError, match="let go"):
+        with pytest.raises(PartLostError, match="the loan was ended"):
             await handle.call(EngineProcess.pulse)
 
     asyncio.run(run())

@@ -109,7 +109,7 @@ def test_a_container_that_ends_while_containers_are_listed_is_left_out(tmp_path:
 def test_layers_of_ours_are_refused(tmp_path: Path) -> None:
     async def run() -> None:
         backend = ContainerBackend(write_engine(tmp_path, "exit 0"), state=tmp_path / "state")
-        with pytest.raises(TemplateError, match="not layers of ours"):
+        with pytest.raises(TemplateError, match="images of the layer store"):
             await backend.create(Template({}, image=Image("x", ("abc",))))
         await backend.close()
 

@@ -85,7 +85,7 @@ def test_a_cancelled_start_leaves_nothing() -> None:
     ("fault", "message"),
     [
         ("checkpoint", "checkpoint: made to fail"),
-        ("partial", "no whole checkpoint"),
+        ("partial", "incomplete checkpoint"),
         ("hang", "did not end within"),
     ],
 )

@@ -167,7 +167,7 @@ def test_what_from_names_is_looked_for_in_the_map_and_then_in_the_store(
     [
         ({"dockerfile": "none"}, "no such Dockerfile"),
         ({"name": "a b"}, "is not a valid image name"),
-        ({"options": BuildOptions(volumes={"relative": Path("/etc/passwd")})}, "no absolute path"),
+        ({"options": BuildOptions(volumes={"relative": Path("/etc/passwd")})}, "relative path inside"),
         ({"options": BuildOptions(volumes={"/x": Path("/nowhere")})}, "no such file"),
     ],
 )

@@ -105,7 +105,7 @@ def test_a_copy_never_overwrites(tmp_path: Path) -> None:
 
 def test_memory_that_is_not_mapped_is_an_error(tmp_path: Path) -> None:
     make_sparse(tmp_path / "ram", 4096)
-    with pytest.raises(SandboxError, match="not mapped whole"):
+    with pytest.raises(SandboxError, match="only partly mapped"):
         find_mappings(os.getpid(), tmp_path / "ram")
     with pytest.raises(SandboxError, match="cannot be read"):
         save_memory(1 << 22, tmp_path / "ram", tmp_path / "copy")

@@ -31,7 +31,7 @@ class Members:
         Raises ConfigError for a name that is in use.
         """
         if name in self.router.replicas:
-            raise ConfigError("is a member already", field="replica", received=name, fix="let it leave first")
+            raise ConfigError("already exists", field="replica", received=name, fix="remove it first")
         self.router.join(name, pool, version, ready=version is not None)
 
     def drain(self, name: str) -> bool:

@@ -30,7 +30,7 @@ class CheckpointWeights:
             return self._memory.fetch(manifest)
         if not manifest.url.startswith(_FILE):
             raise WeightUpdateError(
-                "this server reads no such address",
+                "this server cannot read this URL",
                 field="url",
                 received=manifest.url,
                 fix="name a checkpoint directory that it can read: file:/DIRECTORY",
@@ -47,7 +47,7 @@ class CheckpointWeights:
             ) from error
         if model.config != self._config:
             raise WeightUpdateError(
-                "a checkpoint of another model", field="url", received=manifest.url, fix="serve it afresh"
+                "is of another model", field="url", received=manifest.url, fix="start a server for it"
             )
         tensors = dict(model.named_parameters())
         check_tensors(manifest, tensors)

@@ -103,7 +103,7 @@ class HomeWeights:
             await self._engine.stage(self._manifest, self._tensors)
             await self._engine.activate(self._manifest.version, "recompute")
         except Exception as error:  # any exception: users must not be served the run's weights
-            self.trouble = f"{self._manifest.version} does not come back: {error}"
+            self.trouble = f"{self._manifest.version} could not be restored: {error}"
             _log.error("%s", self.trouble, exc_info=error)
             return False
         self.trouble = ""

@@ -150,7 +150,7 @@ def _key(line: str, place: str, defaults: KeyLimits) -> Key:
         what, _, value = option.partition("=")
         if what not in KeyLimits.__dataclass_fields__ or not value.isdecimal():
             raise ConfigError(
-                "no such limit", field=place, received=option, fix="requests=N or tokens_per_minute=N"
+                "no such limit", field=place, received=option, fix="use requests=N or tokens_per_minute=N"
             )
         limits = replace(limits, **{what: int(value)})
     return Key(name, token, limits)

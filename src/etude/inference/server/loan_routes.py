@@ -67,7 +67,7 @@ async def standing(request: Request) -> Response:
 async def recall(request: Request) -> Response:
     """Recalls the replica."""
     desk = _owned(request)
-    await desk.recall("its owner recalls it")
+    await desk.recall("its owner recalled it")
     return JSONResponse(desk.status())
 
 
@@ -89,7 +89,7 @@ async def call(request: Request, method: str) -> Response:
         data = await data_of(request)
         arguments = wire.unpack(data) if data else []
         if len(arguments) != len(kinds) or not all(map(isinstance, arguments, kinds)):
-            raise wire.DamagedMessageError("these are other arguments", field=method)
+            raise wire.DamagedMessageError("the arguments do not match the call", field=method)
         return Binary(wire.pack(await work(desk, loan, *arguments)))
     except LoanOverError:
         raise

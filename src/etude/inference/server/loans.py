@@ -146,7 +146,7 @@ class LoanDesk:
     async def recall(self, cause: str) -> None:
         """Ends the loan, if any, and waits until the replica serves users again. Idempotent."""
         if self.loan is not None and self._returning is None:
-            _log.info("the replica comes home: %s", cause)
+            _log.info("the replica returns from its loan: %s", cause)
             self._returning = asyncio.create_task(self._return(self.loan))
         if self._returning is not None:
             await asyncio.shield(self._returning)
@@ -154,7 +154,7 @@ class LoanDesk:
     async def _watch(self, loan: Loan) -> None:
         while (left_s := loan.renewed_s + loan.lease_s - self._clock()) > 0:  # noqa: ASYNC110 (a clock's time)
             await asyncio.sleep(left_s)
-        await self.recall(f"{loan.borrower} was silent for {loan.lease_s:g} s")
+        await self.recall(f"{loan.borrower} sent nothing for {loan.lease_s:g} s")
 
     async def _return(self, loan: Loan) -> None:
         began_s = self._clock()
@@ -292,7 +292,7 @@ class LoanDesk:
     async def end(self, loan: Loan) -> dict[str, Any]:
         """Ends the loan on behalf of the run."""
         if self.loan is loan:
-            await self.recall(f"{loan.borrower} gives it back")
+            await self.recall(f"{loan.borrower} returned it")
         return self.status()
 
     def _check_open(self, loan: Loan) -> None:

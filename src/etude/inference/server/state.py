@@ -38,7 +38,7 @@ _COUNTERS: Mapping[str, str] = {
     "etude_serve_cached_tokens": "Tokens of prompts that were not computed again.",
     "etude_serve_sampled_tokens": "Tokens sampled.",
     "etude_serve_aborted": "Requests whose client left before the answer was complete.",
-    "etude_serve_engine_failures": "Requests that failed by no fault of their client's.",
+    "etude_serve_engine_failures": "Requests that failed through no fault of their client's.",
     "etude_serve_weight_updates": "Versions put into service.",
 }
 
@@ -72,10 +72,10 @@ class ResponseOptions:
         """Raises VersionNotServedError if `version` is not the pinned one."""
         if self.pin is not None and str(version) != self.pin:
             raise VersionNotServedError(
-                "this policy version is not, or no longer, in service here",
+                "this policy version is not in service here",
                 field=VERSION_HEADER,
                 received=self.pin,
-                fix=f"ask for {version}, which is, or leave the header out",
+                fix=f"ask for {version}, or omit the header",
             )
 
 
@@ -118,7 +118,7 @@ class ServerState:
     def version(self) -> PolicyVersion:
         """The version in service. Raises UnavailableError if requests cannot be answered now."""
         if self.draining:
-            raise UnavailableError("the server is about to end", fix="send the request to another replica")
+            raise UnavailableError("the server is shutting down", fix="send the request to another replica")
         if (failure := self.failure()) is not None:
             raise UnavailableError("the engine has failed", received=repr(failure), retry_after_s=30)
         if self.loans is not None:
@@ -126,7 +126,7 @@ class ServerState:
         version = self.sink.current()
         if version is None:
             raise UnavailableError(
-                "the server has no weights yet", fix="try again, or send it some: POST /admin/weights"
+                "the server has no weights yet", fix="try again later, or send weights: POST /admin/weights"
             )
         return version
 

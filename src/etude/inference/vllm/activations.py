@@ -61,9 +61,9 @@ class History:
         """Waits for the verdict on a label; its activation. Raises SamplerError if the probe disagreed."""
         activation = self._named.get(label)
         if activation is None:
-            raise SamplerError("vLLM samples from weights that nobody named", received=label)
+            raise SamplerError("vLLM sampled from unknown weights", received=label)
         if not await asyncio.shield(activation.verdict):
-            raise SamplerError("sampled from weights that were refused", received=label, fix="sample again")
+            raise SamplerError("sampled from weights that were rejected", received=label, fix="sample again")
         return activation
 
     def label_at(self, place: int) -> str:
@@ -107,4 +107,4 @@ def check_spans(ours: list[Span], theirs: tuple[Span, ...]) -> None:
     starts = {span.label: span.start for span in ours}
     for span in theirs:
         if span.label not in starts or span.start < starts[span.label]:
-            raise SamplerError("vLLM names other weights for tokens than its worker had", received=theirs)
+            raise SamplerError("vLLM reports other weights than its worker had", received=theirs)

@@ -175,4 +175,4 @@ def _inline_routes(text: str | None) -> Routes | None:
 def _finish(reason: str | None) -> Finish | None:
     if reason in (None, "stop", "length", "abort"):
         return cast("Finish | None", reason)
-    raise SamplerError("vLLM gave a request up", received=reason)
+    raise SamplerError("vLLM aborted a request", received=reason)

@@ -90,7 +90,7 @@ class VllmClient:
         """Drops all keys and values; running requests compute theirs again. Raises SamplerError."""
         answer = await self._post("/reset_prefix_cache", {}, params={"reset_running_requests": "true"})
         if not answer.get("success"):
-            raise SamplerError("vLLM did not forget its keys and values", received=answer)
+            raise SamplerError("vLLM did not clear its prefix cache", received=answer)
 
     async def set_weight_version(self, label: str) -> None:
         """Sets the label of the weights that answers report from now on."""
@@ -118,7 +118,7 @@ class VllmClient:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise SamplerError("vLLM was taken down", received=self.url)
+            raise SamplerError("vLLM was stopped", received=self.url)
 
 
 def _read_object(path: str, text: str) -> dict[str, Any]:
@@ -136,7 +136,7 @@ def _refused(answer: Answer) -> SamplerError:
     if status >= 500:
         return SamplerError("vLLM failed", received=f"{path}: {status} {text}")
     fix = "start vLLM with --enable-scale-out and VLLM_SERVER_DEV_MODE=1" if status == 404 else None
-    return SamplerError("vLLM refuses", field=path, received=f"{status} {text}", fix=fix)
+    return SamplerError("vLLM refused the request", field=path, received=f"{status} {text}", fix=fix)
 
 
 def _silent(error: NoAnswerError) -> SamplerError:

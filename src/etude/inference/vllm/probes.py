@@ -81,11 +81,11 @@ def check_probe(
     is_stale = before is not None and before < mean and _moved(expected, previous) > bound / 10
     if mean > bound or largest > bound * _LARGEST_FACTOR or is_stale:
         raise WeightUpdateError(
-            "vLLM does not compute what these weights say",
+            "vLLM's log-probabilities do not match these weights",
             field="probe",
             received=f"mean {mean:.2g}, largest {largest:.2g} from a freshly loaded model"
-            + ("; nearer to the version before" if is_stale else ""),
-            fix=f"allowed are {bound:g} and {bound * _LARGEST_FACTOR:g}",
+            + ("; closer to the previous version" if is_stale else ""),
+            fix=f"the limits are {bound:g} and {bound * _LARGEST_FACTOR:g}",
         )
 
 

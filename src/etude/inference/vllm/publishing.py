@@ -57,7 +57,7 @@ class ModelSnapshots:
         pairs = pairs_of(tensors)
         if places.keys() != names or not pairs.keys() <= names:
             raise WeightUpdateError(
-                "other tensors than the model's parameters",
+                "the tensors are not the model's parameters",
                 field="tensors",
                 received=sorted(places.keys() ^ names)[:4],
                 fix="publish the model that the run began with",

@@ -140,7 +140,7 @@ class Replica:
             if self._failure is not None:
                 raise SamplerError("vLLM is down", received=str(self._failure)) from self._failure
             if self._served is None:
-                raise SamplerError("no weights yet", field="version", fix="stage and activate some")
+                raise SamplerError("no weights yet", field="version", fix="stage and activate a version")
             await self._serving.wait()
         return self._client
 
@@ -152,7 +152,7 @@ class Replica:
         """
         await self._settled.wait()
         if self._client is not client:
-            raise SamplerError("vLLM went down while it sampled", fix="sample again")
+            raise SamplerError("vLLM ended while it sampled", fix="sample again")
 
     async def score(self, client: VllmClient, tokens: NDArray[np.int32], name: str = "") -> Part:
         """See `score_tokens`."""
@@ -181,7 +181,7 @@ class Replica:
                 error = await self._try_activate(staged, kv)
             if error is not None:
                 raise WeightUpdateError(
-                    f"the update failed; in service is {self.current()}",
+                    f"the update failed; {self.current()} stays in service",
                     field="version",
                     received=str(version),
                     fix=str(error),
@@ -238,7 +238,7 @@ class Replica:
             raise WeightUpdateError("vLLM cannot load the weights", field="vllm", received=answer)
         if held is not None and answer.get("changed") is False and self._must_change(held, snapshot):
             raise WeightUpdateError(
-                "vLLM reports success, and its parameters are those of before",
+                "vLLM reports success, but its parameters are unchanged",
                 field="vllm",
                 received=f"{held.version.digest} in service, {snapshot.version.digest} loaded",
             )
@@ -267,7 +267,7 @@ class Replica:
             self.times.pause_s = float(gap.get("gap_s") or 0.0)
             self.times.step_s = float(gap.get("step_s") or 0.0)
         if part.spans and {span.label for span in part.spans} != {activation.label}:
-            raise WeightUpdateError("vLLM names other weights", field="probe", received=part.spans)
+            raise WeightUpdateError("vLLM reports other weights", field="probe", received=part.spans)
         assert part.prompt_logprobs is not None
         previous = self._served.probe if self._served is not None else None
         same = self._served is not None and self._served.version == snapshot.version
@@ -327,7 +327,7 @@ class Replica:
         self._settled.set()
         client, self._client, self._loaded = self._client, None, None
         if client is not None:
-            _LOG.log(logging.INFO if self._failure else logging.WARNING, "vLLM goes down: %s", reason)
+            _LOG.log(logging.INFO if self._failure else logging.WARNING, "stopping vLLM: %s", reason)
             await client.close()
         self.history.refuse_pending()
 
@@ -357,7 +357,7 @@ class Replica:
         try:
             await self._restart_when_ended()
         except Exception as error:  # any exception: callers must not wait forever
-            failure = SamplerError("vLLM cannot be watched over", received=repr(error))
+            failure = SamplerError("vLLM cannot be monitored", received=repr(error))
             self._failure = self._failure or failure
             await self._shut_down(str(failure))
             self._serving.set()  # wakes waiting callers, who then find the failure

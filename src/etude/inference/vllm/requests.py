@@ -57,7 +57,7 @@ class Session:
             raise not_open(request.session_id)
         if request.prefix_digest is not None and request.prefix_digest != self.digest:
             raise PrefixMissError(
-                "prefix is not held", field="prefix_digest", received=request.prefix_digest[:16]
+                "prefix is not in the cache", field="prefix_digest", received=request.prefix_digest[:16]
             )
         # A token outside the vocabulary kills vLLM's engine, and with it all requests.
         check_tokens(request.suffix, vocab_size)
@@ -184,7 +184,7 @@ class Running:
 
     async def unless_stuck(self, work: Awaitable[T]) -> T:
         """The result of `work`; SamplerError if the request was aborted and vLLM does not answer in time."""
-        error = SamplerError("vLLM does not answer to an abort", received=self.request.id)
+        error = SamplerError("vLLM did not answer an abort", received=self.request.id)
         return await unless(work, self._grace(), error)
 
     async def _grace(self) -> None:
@@ -221,7 +221,7 @@ def check_request(request: SampleRequest) -> None:
     is_raw = params.temperature in (0.0, 1.0) and not (params.truncated and params.temperature > 0)
     if params.raw_logprobs and not is_raw:
         raise SamplerError(
-            "vLLM reports one kind of log-probabilities, and here it is the processed one",
+            "vLLM reports only processed log-probabilities with these sampling parameters",
             field="raw_logprobs",
             received=params,
             fix="ask for them at temperature 1 without truncation, or score the answer",

@@ -213,7 +213,7 @@ class VllmSampler:
         if is_aborted:
             return None
         if self._is_draining:
-            raise SamplerError("vLLM is being stopped", fix="ask another replica")
+            raise SamplerError("vLLM is being stopped", fix="use another replica")
         assert self.replica.abilities is not None
         return client, self.replica.abilities
 

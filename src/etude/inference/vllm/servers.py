@@ -155,7 +155,7 @@ class ManagedServer:
                     "vLLM did not start",
                     field="engine.vllm",
                     received=f"exit code {process.returncode}",
-                    fix=f"its last words: {self._tail()}",
+                    fix=f"see the end of its log: {self._tail()}",
                 )
 
         if not await _is_healthy_within(self.start_timeout_s, VllmClient(self._url), check_alive):
@@ -163,7 +163,7 @@ class ManagedServer:
                 f"vLLM was not ready within {self.start_timeout_s:g} s",
                 field="engine.vllm.start_timeout_s",
                 received=self._tail(),
-                fix="give it more time",
+                fix="raise the timeout",
             )
 
     async def _end(self, process: asyncio.subprocess.Process) -> None:
@@ -201,7 +201,7 @@ class ExternalServer:
                 f"vLLM was not healthy within {self.start_timeout_s:g} s",
                 field="engine.vllm.url",
                 received=self.url,
-                fix="start it, or name another one",
+                fix="start the server, or name another one",
             )
         return self.url
 

@@ -114,7 +114,7 @@ def open_snapshot(manifest: WeightManifest) -> Snapshot:
     """
     if not manifest.url.startswith(_SCHEME) or manifest.base is not None:
         raise WeightUpdateError(
-            "vLLM takes full snapshots in directories",
+            "vLLM needs full snapshots in directories",
             field="url",
             received=manifest.url,
             fix="publish with SnapshotDirectory",
@@ -164,7 +164,7 @@ def check_same_shapes(served: WeightManifest, staged: WeightManifest) -> None:
             name for name in before.keys() | after.keys() if before.get(name) != after.get(name)
         )
         raise WeightUpdateError(
-            f"other tensors than those of {served.version}, which is served",
+            f"the tensors differ from those of {served.version}, which is in service",
             field="tensors",
             received=differing[:4],
             fix="start another replica for another model",

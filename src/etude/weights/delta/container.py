@@ -76,7 +76,7 @@ def read_update(update: bytes | memoryview) -> tuple[UpdateManifest, list[memory
             frames.append(data[at : at + frame.size_bytes])
             at += frame.size_bytes
             if hash_frame(frames[-1]) != frame.digest:
-                raise ValueError(f"the bytes of {entry.name} are not those that were written")
+                raise ValueError(f"the hash of {entry.name} does not match")
         if at != end:
             raise ValueError("the frames do not fill the update")
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, zstandard.ZstdError) as error:
@@ -102,19 +102,19 @@ def damaged(problem: str, field: str = "update") -> WeightUpdateError:
 def _read_manifest(data: memoryview) -> tuple[UpdateManifest, int]:
     """The manifest, and where the frames end."""
     if len(data) < len(MAGIC) + _TRAILER_BYTES or bytes(data[: len(MAGIC)]) != MAGIC:
-        raise ValueError("it does not begin like one")
+        raise ValueError("the header is invalid")
     trailer = bytes(data[-_TRAILER_BYTES:])
     size = int.from_bytes(trailer[:_LENGTH_BYTES], "little")
     end = len(data) - _TRAILER_BYTES - size
     if trailer[_LENGTH_BYTES + _HASH_BYTES :] != _END or end < len(MAGIC):
-        raise ValueError("it does not end like one")
+        raise ValueError("the trailer is invalid")
     packed = data[end : end + size]
     if blake3(packed).digest() != trailer[_LENGTH_BYTES : _LENGTH_BYTES + _HASH_BYTES]:
-        raise ValueError("its manifest has another hash")
+        raise ValueError("the hash of its manifest does not match")
     text = zstandard.decompress(packed, max_output_size=_MOST_MANIFEST_BYTES)
     manifest = _from_json(json.loads(text))
     if digest_entries(manifest.tensors) != manifest.version.digest:
-        raise ValueError("its manifest does not have its version's digest")
+        raise ValueError("its manifest does not match its version's digest")
     return manifest, end
 
 

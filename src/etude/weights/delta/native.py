@@ -113,7 +113,7 @@ class NativeKernels:
             _I64(len(coded.bits)), _at(starts), _I64(len(starts) - 1), _at(tables), _at(values),
         )  # fmt: skip
         if failed:
-            raise ValueError("the coded values do not come out even")
+            raise ValueError("the coded values are damaged")
         return values
 
 

@@ -156,7 +156,7 @@ def apply_update(
         except ValueError as error:
             raise _mismatch(manifest, base, entry.name, str(error)) from error
         if hash_tensor(target) != entry.digest:
-            raise _mismatch(manifest, base, entry.name, "the decoded tensor has another hash")
+            raise _mismatch(manifest, base, entry.name, "the hash of the decoded tensor differs")
         return target
 
     decoded = _in_parallel(decode, zip(manifest.tensors, frames, strict=True), workers)
@@ -226,7 +226,7 @@ def _mismatch(
     if base is not None and digest_entries(entries) == manifest.base.digest:
         return damaged(problem, field=name)
     return WeightUpdateError(
-        f"the update applies to {manifest.base}, and these are other weights",
+        f"the update applies to {manifest.base}, but these weights differ",
         field="base",
         received=None if base is None else digest_entries(entries),
         fix=f"apply it to {manifest.base.digest}, or fetch the full snapshot",

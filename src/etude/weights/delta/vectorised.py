@@ -111,7 +111,7 @@ class VectorisedKernels:
             row[empty] = row[empty] << 16 | words[at : at + len(empty)]
             at += len(empty)
         if at != len(words) or (states != _STATE_LOW).any():
-            raise ValueError("the coded values do not come out even")
+            raise ValueError("the coded values are damaged")
         return (least_of(symbols) + _unpack(coded.bits, widths_of(symbols))).astype(np.uint32)
 
 

@@ -244,9 +244,7 @@ async def _read(request: Request, kind: type[AnyBody]) -> AnyBody:
     """The body of a request. Raises UserError."""
     body = parse_json(await read_body(request, _BODY_BYTES))
     if not isinstance(body, dict):
-        raise UserError(
-            "must be a JSON object", field="body", fix="send an object, as docs/routing.md has it"
-        )
+        raise UserError("must be a JSON object", field="body", fix="send an object as in docs/routing.md")
     return parse_section(kind, body)
 
 
@@ -256,4 +254,4 @@ def _check_admin(request: Request, other: str | None = None) -> None:
     if known and find_token(dict.fromkeys(known, True), bearer_of(request.headers)) is None:
         raise AccessError("the admin token is missing or wrong", field="authorization")
     if not known and (request.client is None or not is_loopback(request.client.host)):
-        raise AccessError("only this machine may ask", fix="start the router with an admin token")
+        raise AccessError("only this machine may send requests", fix="start the router with an admin token")

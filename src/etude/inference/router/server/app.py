@@ -100,10 +100,10 @@ def build_app(
 async def _forward(request: Request) -> Response:
     proxy: Proxy = request.app.state.proxy
     if proxy.draining:
-        raise NoReplicaError("the router is ending", fix="ask another router")
+        raise NoReplicaError("the router is shutting down", fix="use another router")
     if {".", ".."} & set(request.url.path.split("/")) or {".", ".."} & set(request.scope["path"].split("/")):
         # Such a path could reach other routes of a replica, such as its admin routes.
-        raise RouteError("no such path", field="path", received=request.url.path, fix="leave the dots out")
+        raise RouteError("no such path", field="path", received=request.url.path, fix="remove the dots")
     query = f"?{request.url.query}" if request.url.query else ""
     target = request.scope["raw_path"].decode("ascii") + query
     owner = proxy.owner_of(target) if request.method == "GET" else None

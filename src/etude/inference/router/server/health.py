@@ -58,7 +58,7 @@ async def probe(proxy: Proxy, name: str) -> None:
         async with asyncio.timeout(proxy.members.config.timeout_s):
             answer = await proxy.http.request("GET", address.url.rstrip("/") + "/ready")
     except (TimeoutError, EtudeError) as error:
-        cause = error.message if isinstance(error, EtudeError) else "nothing came in time"
+        cause = error.message if isinstance(error, EtudeError) else "no answer in time"
         fatal = isinstance(error, NobodyListensError)
         proxy.members.record_failure(name, time.monotonic(), cause, fatal=fatal)
         return

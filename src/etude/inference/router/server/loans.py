@@ -85,7 +85,7 @@ class LoanKeeper:
             answer = await self._ask("DELETE", loan.replica, _RECALL_S, None)
             version = read_json(answer).get("version") if answer.is_success else None
         except (EtudeError, AttributeError) as error:
-            self._note_failure(loan, f"does not come home: {error!r}")
+            self._note_failure(loan, f"was not returned: {error!r}")
         finally:
             self.book.remove(loan)
         if isinstance(version, str):

@@ -290,7 +290,7 @@ class Proxy:
         except NoAnswerError as error:
             self._fail(name, error)
             raise ReplicaLostError(
-                "the replica that has this answer is gone", received=name, fix="send the request again"
+                "the replica that holds this answer has ended", received=name, fix="send the request again"
             ) from error
 
     # ---- bookkeeping ----------------------------------------------------------------------------
