@@ -259,7 +259,7 @@ def test_the_key_comes_from_the_variable_that_is_named(monkeypatch: pytest.Monke
 
 
 def test_an_address_that_is_none_is_refused() -> None:
-    with pytest.raises(ConfigError, match="is no address"):
+    with pytest.raises(ConfigError, match="not a server address"):
         Endpoint("localhost:80", "m")
     with pytest.raises(ConfigError, match="missing"):
         Endpoint("http://localhost:80", "")

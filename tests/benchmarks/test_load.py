@@ -179,7 +179,7 @@ def test_a_server_that_does_not_count_its_input_is_not_calibrated_by() -> None:
 
 @pytest.mark.parametrize("url", ["localhost:8000", "http://host:port", "http://[::1", "ftp://host"])
 def test_an_address_that_is_none_is_refused(url: str) -> None:
-    with pytest.raises(ConfigError, match="is no address"):
+    with pytest.raises(ConfigError, match="not a server address"):
         HttpTarget(url, "fake")
 
 

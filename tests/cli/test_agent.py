@@ -280,7 +280,7 @@ def test_an_interrupt_ends_one_instruction_with_130(root: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--endpoint", "nowhere", "--model-name", "m"], "is no address"),
+        (["--endpoint", "nowhere", "--model-name", "m"], "not a server address"),
         (["--endpoint", "http://127.0.0.1:9/v1"], "--model-name"),
         (
             ["--endpoint", "http://127.0.0.1:9/v1", "--model-name", "m", "--key-variable", "NOT_SET_HERE"],

@@ -39,7 +39,7 @@ def test_a_token_that_cannot_be_had_is_said_before_anything_begins(tmp_path: Pat
         if command == "relay"
         else ["--control", "http://127.0.0.1:1"]
     )
-    for source, words in ((f"file:{readable}", "others may read"), ("env:ETUDE_NONE", "no secret")):
+    for source, words in ((f"file:{readable}", "other users"), ("env:ETUDE_NONE", "not set")):
         found = etude(command, *more, "--token", source)
         assert found.exit_code == EXIT_MISTAKE
         assert words in found.stderr

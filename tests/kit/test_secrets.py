@@ -39,19 +39,19 @@ def test_a_file_that_others_may_read_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "token"
     file.write_text("hidden")
     file.chmod(0o644)
-    with pytest.raises(ConfigError, match="others may read"):
+    with pytest.raises(ConfigError, match="other users can read"):
         read_secret(f"file:{file}", "token")
 
 
 def test_what_is_not_there_is_said(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
         read_secret(f"file:{tmp_path / 'none'}", "token")
-    with pytest.raises(ConfigError, match="no secret"):
+    with pytest.raises(ConfigError, match="is empty or not set"):
         read_secret("env:ETUDE_NO_SUCH_VARIABLE", "token")
 
 
 def test_a_secret_in_the_place_of_its_name_is_refused_without_being_shown() -> None:
     for given in ("hidden", "file:", "vault:hidden"):
-        with pytest.raises(ConfigError, match="neither file:PATH nor env:NAME") as caught:
+        with pytest.raises(ConfigError, match="must be file:PATH or env:NAME") as caught:
             read_secret(given, "--token")
         assert "hidden" not in str(caught.value)

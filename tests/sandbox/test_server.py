@@ -128,11 +128,11 @@ def test_a_token_is_made_once_and_kept_from_others(
     assert read_token(path) == token
     assert capsys.readouterr().err == ""
     path.chmod(0o640)
-    with pytest.raises(ConfigError, match="others may read"):
+    with pytest.raises(ConfigError, match="other users can read"):
         read_token(path)
     path.chmod(0o600)
     path.write_text("\n")
-    with pytest.raises(ConfigError, match="no secret"):
+    with pytest.raises(ConfigError, match="is empty or not set"):
         read_token(path)
     with pytest.raises(ConfigError, match="cannot write"):
         read_token(tmp_path / "absent" / "token")

@@ -209,7 +209,7 @@ def test_a_server_may_open_as_many_files_as_the_machine_allows() -> None:
 
 
 def test_an_address_that_is_not_free_is_refused() -> None:
-    with ServerThread(application()) as server, pytest.raises(ConfigError, match="something else"):
+    with ServerThread(application()) as server, pytest.raises(ConfigError, match="another process"):
         ServerThread(application(), port=int(server.url.rpartition(":")[2]))
 
 

@@ -184,7 +184,7 @@ def test_events_are_lines_of_data_however_they_are_cut() -> None:
 @pytest.mark.parametrize("url", ["", "host:80", "ftp://host", "http://", "http://host:0", "http://host:no"])
 def test_what_can_be_no_address_is_named(url: str) -> None:
     check_address("https://[::1]:8000/v1", "here")
-    with pytest.raises(ConfigError, match="here: is no address"):
+    with pytest.raises(ConfigError, match="here: is not a server address"):
         check_address(url, "here")
 
 

@@ -52,4 +52,4 @@ def lfs_fix(path: Path) -> str:
     """How to fix a file that is a Git LFS pointer; empty for any other file."""
     with path.open("rb") as file:
         is_pointer = file.read(len(_LFS)) == _LFS
-    return "it is a pointer of Git LFS: run `git lfs pull` where it was cloned" if is_pointer else ""
+    return "it is a pointer of Git LFS: run `git lfs pull` in its clone" if is_pointer else ""

@@ -27,7 +27,7 @@ def import_callable(name: str, field: str) -> Callable[..., Any]:
             f"there is no such function: {error}",
             field=field,
             received=name,
-            fix="name one as MODULE:FUNCTION, of a module in the current directory or on PYTHONPATH",
+            fix="name MODULE:FUNCTION, with a module in the current directory or on PYTHONPATH",
         ) from error
     except Exception as error:
         raise ConfigError(

@@ -87,7 +87,7 @@ class LineJournal:
         except (OSError, ValueError) as error:  # a ValueError: it is closed
             self._failed = StoreError(
                 "the journal cannot be written", field=str(self.path), received=str(error),
-                fix="make room on its disk",
+                fix="free disk space",
             )  # fmt: skip
             raise self._failed from error
 
@@ -115,7 +115,7 @@ def read_lines(path: Path, checksum: Checksum) -> tuple[list[dict[str, Any]], in
                     "the journal is damaged",
                     field=f"line {len(documents) + 1}",
                     received=str(path),
-                    fix="move it out of the way",
+                    fix="move it to another directory",
                 )
             break
         documents.append(document)

@@ -20,19 +20,19 @@ def read_secret(source: str, field: str) -> str | None:
     if kind not in ("file", "env") or not name:
         # `source` may be the secret itself, which must not be in a message.
         raise ConfigError(
-            "says neither file:PATH nor env:NAME",
+            "must be file:PATH or env:NAME",
             field=field,
             received=f"{len(source)} characters, not shown",
-            fix="name a file that holds the token alone, or a variable that is set to it",
+            fix="name a file with only the token, or a variable that is set to it",
         )
     text = read_private(Path(name), field) if kind == "file" else os.environ.get(name, "")
     words = text.split()
     if len(words) != 1:
         raise ConfigError(
-            "there is no secret here" if not words else "holds more than one word",
+            "is empty or not set" if not words else "holds more than one word",
             field=field,
             received=source,
-            fix="name a file that holds the token alone, or a variable that is set to it",
+            fix="name a file with only the token, or a variable that is set to it",
         )
     return words[0]
 
@@ -49,10 +49,10 @@ def read_private(path: Path, field: str) -> str:
             mode = os.fstat(file.fileno()).st_mode
             text = file.read()
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "is no text"
+        reason = error.strerror if isinstance(error, OSError) else "is not UTF-8 text"
         raise ConfigError(
             f"cannot be read: {reason}", field=field, received=str(path), fix="name another file"
         ) from error
     if mode & 0o077:
-        raise ConfigError("others may read it", field=field, received=str(path), fix=f"chmod 600 {path}")
+        raise ConfigError("other users can read it", field=field, received=str(path), fix=f"chmod 600 {path}")
     return text

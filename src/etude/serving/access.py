@@ -43,7 +43,7 @@ def bearer_of(headers: Mapping[str, str]) -> str:
 def check_bearer(headers: Mapping[str, str], token: str | None) -> None:
     """Raises AccessError for a request without the bearer token; None: no token is required."""
     if token is not None and not is_token(bearer_of(headers), token):
-        raise AccessError("the token is missing or wrong", field="token", fix="send it as a bearer")
+        raise AccessError("the token is missing or wrong", field="token", fix="send it as a bearer token")
 
 
 def check_names(headers: Mapping[str, str], address: str | None, allowed: Collection[str] = ()) -> None:
@@ -58,7 +58,7 @@ def check_names(headers: Mapping[str, str], address: str | None, allowed: Collec
     for field, host in (("Host", headers.get("host", "")), ("Origin", origin and origin.rpartition("//")[2])):
         if host is not None and _name(host) not in known:
             raise AccessError(
-                "this is no name of the server's",
+                "is not a name of this server",
                 field=field,
                 received=host,
                 fix=f"use {address or 'localhost'}, or start the server with --allowed-host",

@@ -141,7 +141,7 @@ async def pieces(request: Request, limit_bytes: int) -> AsyncIterator[bytes]:
             async with asyncio.timeout(STALL_S):
                 piece = await anext(stream, None)
         except TimeoutError as error:
-            raise UserError(f"nothing came for {STALL_S:g} s", field="body", fix="send it again") from error
+            raise UserError(f"no data came for {STALL_S:g} s", field="body", fix="send it again") from error
         if piece is None:
             return
         received += len(piece)
@@ -175,7 +175,7 @@ async def read_request(
     try:
         (frame,) = await off_loop(len(body), unpack, body)
     except (ValueError, RecursionError) as error:
-        raise UserError(f"the body is no request: {error}", field="body", fix=f"send {kind}") from error
+        raise UserError(f"the body is not a request: {error}", field="body", fix=f"send {kind}") from error
     return frame
 
 

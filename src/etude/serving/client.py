@@ -78,10 +78,10 @@ def check_address(url: str, field: str = "url") -> None:
         is_address = False
     if not is_address:
         raise ConfigError(
-            "is no address of a server, which begins with http:// or https://",
+            "is not a server address: it must begin with http:// or https://",
             field=field,
             received=url,
-            fix="http://HOST:PORT, or https://HOST:PORT where it has a certificate",
+            fix="write http://HOST:PORT, or https://HOST:PORT for a server with a certificate",
         )
 
 
@@ -196,7 +196,7 @@ class _ClientBase:
         except (httpx.HTTPError, httpx.StreamError) as error:
             kind = next((ours for theirs, ours in _KINDS.items() if isinstance(error, theirs)), NoAnswerError)
             words = f"{type(error).__name__}: {error}".rstrip(": ")
-            fix = "see whether the server runs and can be reached"
+            fix = "check that the server runs and is reachable"
             raise kind(words, field="server", received=self.url or None, fix=fix) from error
 
 

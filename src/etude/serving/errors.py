@@ -146,7 +146,7 @@ def decode_error(
 ) -> EtudeError | TimeoutError:
     """The typed error that `encode_error` encoded; `otherwise`: the type for unknown or unreadable ones."""
     if not isinstance(raw, dict) or not isinstance(raw.get("message"), str):
-        return otherwise("the server sent no readable error", field="server", received=plain(raw))
+        return otherwise("the server sent an unreadable error", field="server", received=plain(raw))
     if raw.get("kind") == "TimeoutError":
         return TimeoutError(raw["message"])
     kind = known.get(str(raw.get("kind")), otherwise)

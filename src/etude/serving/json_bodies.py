@@ -69,12 +69,12 @@ def is_too_deep(value: object) -> bool:
 def _finite(text: str) -> float:
     value = float(text)
     if math.isinf(value):
-        raise ValueError(f"{text[:40]} is beyond all numbers")
+        raise ValueError(f"{text[:40]} is out of range")
     return value
 
 
 def _refuse_constant(text: str) -> NoReturn:
-    raise ValueError(f"{text} is no number of JSON's")
+    raise ValueError(f"{text} is not a JSON number")
 
 
 def _too_deep() -> UserError:

@@ -87,20 +87,18 @@ def _bound(family: int, kind: int, number: int, address: tuple[object, ...]) -> 
 def _not_bound(host: str, port: int, error: OSError) -> ConfigError:
     if error.errno == errno.EADDRINUSE:
         return ConfigError(
-            "something else listens on this port",
+            "another process listens on this port",
             field="port",
             received=port,
-            fix=f"end what uses port {port}, or name another with --port",
+            fix=f"end the process that uses port {port}, or name another with --port",
         )
     if error.errno == errno.EACCES:
-        return ConfigError(
-            "may not be used without privileges", field="port", received=port, fix="name one from 1024 on"
-        )
+        return ConfigError("needs privileges", field="port", received=port, fix="name a port from 1024 on")
     return ConfigError(
-        f"is no address of this machine: {error.strerror or error}",
+        f"is not an address of this machine: {error.strerror or error}",
         field="host",
         received=host,
-        fix="127.0.0.1, or an address that `ip address` lists",
+        fix="use 127.0.0.1, or an address that `ip address` lists",
     )
 
 

@@ -27,7 +27,7 @@ Fields = Mapping[str, tuple[type, ...]]
 def check_fields(raw: object, fields: Fields) -> Header:
     """Validates a request's fields and returns them as keyword arguments. Raises UserError for a field."""
     if not isinstance(raw, dict):
-        raise UserError("a request is a JSON object", field="body", received=plain(raw), fix="send an object")
+        raise UserError("must be a JSON object", field="body", received=plain(raw), fix="send an object")
     unknown = sorted(set(raw) - set(fields))
     if unknown:
         raise UserError("unknown field", field=unknown[0], fix="one of " + ", ".join(fields))
@@ -38,7 +38,7 @@ def check_fields(raw: object, fields: Fields) -> Header:
             names = " or ".join("null" if kind is type(None) else kind.__name__ for kind in kinds)
             raise UserError(f"must be {names}", field=name, received=plain(value), fix="correct the request")
         if isinstance(value, int) and float in kinds and int not in kinds and abs(value) > MOST_NUMBER:
-            raise UserError("is beyond all numbers", field=name, fix=f"send {MOST_NUMBER:.0e} at most")
+            raise UserError("is out of range", field=name, fix=f"send {MOST_NUMBER:.0e} at most")
     return {name: raw[name] for name in fields if name in raw}
 
 

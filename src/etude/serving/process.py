@@ -221,7 +221,7 @@ class ServerThread:
         while not self._server.started:
             if time.monotonic() > deadline or not self._thread.is_alive():
                 self._close()
-                raise InfrastructureError("the server does not start", field="listen", received=self.url)
+                raise InfrastructureError("the server did not start", field="listen", received=self.url)
             time.sleep(0.01)
         return self
 
@@ -285,8 +285,8 @@ class DrainingServer(uvicorn.Server):
             draining.state.draining = True
         say(
             self._name,
-            f"ending once its {draining.awaited} have, in {draining.drain_s:g} s at the latest; "
-            "a second signal does not wait",
+            f"shutting down when its {draining.awaited} have ended, after at most {draining.drain_s:g} s; "
+            "a second signal ends it at once",
         )
         try:
             with contextlib.suppress(TimeoutError):

@@ -36,7 +36,7 @@ def read_tenants(path: Path, field: str = "tenants") -> dict[str, str]:
             continue
         if len(words) != 2 or words[1] in tokens:
             raise ConfigError(
-                "must be TENANT TOKEN, each token once",
+                "must be TENANT TOKEN, with each token only once",
                 field=f"{field}: line {number}",
                 received=str(path),
                 fix="correct the line",

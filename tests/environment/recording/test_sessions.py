@@ -482,7 +482,7 @@ def test_token_files_are_made_for_their_owner_alone_and_refused_if_others_read_t
     path.write_text("team secret\nother more\n")
     assert read_or_make_tenants(path, "recording server") == {"secret": "team", "more": "other"}
     path.chmod(0o644)
-    with pytest.raises(ConfigError, match="others may read"):
+    with pytest.raises(ConfigError, match="other users can read"):
         read_or_make_tenants(path, "recording server")
 
 

@@ -157,7 +157,7 @@ def test_a_server_says_where_it_is_ready_and_answers_there(kind: str, tmp_path: 
         assert httpx.get(f"{url}/health", timeout=60).status_code == 200
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0
-        assert f"{kind} server: ending once its" in process.stderr.read()
+        assert f"{kind} server: shutting down when its" in process.stderr.read()
     finally:
         if process.poll() is None:
             process.kill()

@@ -116,7 +116,7 @@ def test_tenants_are_read_from_a_file_of_their_own(tmp_path: Path) -> None:
     path.chmod(0o600)
     assert read_tenants(path) == {"aaa": "one", "bbb": "two"}
     path.chmod(0o644)
-    with pytest.raises(ConfigError, match="others may read"):
+    with pytest.raises(ConfigError, match="other users can read"):
         read_tenants(path)
     path.chmod(0o600)
     for text in ("one", "one a\ntwo a\n", "\n"):

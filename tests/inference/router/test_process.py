@@ -62,7 +62,7 @@ def test_an_address_that_others_reach_and_a_port_that_is_taken_are_told() -> Non
     with taken:
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(ConfigError, match=f"end what uses port {port}"):
+        with pytest.raises(ConfigError, match=f"end the process that uses port {port}"):
             serve(
                 Proxy(
                     RouterConfig.model_validate({"port": port, "replicas": [{"url": "http://127.0.0.1:9"}]})
@@ -93,7 +93,7 @@ async def _serve_one_answer(replica: str) -> None:
         assert len(answer.json()["choices"][0]["text"].split()) == 3
         process.send_signal(signal.SIGTERM)
         rest = (await process.stderr.read()).decode()
-        assert await process.wait() == 0 and rest.startswith("router: ending once its answers have"), rest
+        assert await process.wait() == 0 and rest.startswith("router: shutting down when its answers"), rest
     finally:
         if process.returncode is None:
             process.kill()

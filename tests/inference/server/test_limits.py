@@ -299,7 +299,7 @@ def test_a_server_says_where_it_is_ready_and_a_signal_drains_it(
 
     sampler.answers, sampler.pause_s = (lambda context: "word " * 20), 0.02
     asyncio.run(run())
-    assert "ending once its requests have" in capsys.readouterr().err
+    assert "shutting down when its requests have ended" in capsys.readouterr().err
     assert all(listener.fileno() == -1 for listener in listeners)
 
 
