@@ -97,7 +97,7 @@ if [ -f greeting.txt ]; then echo "1.$(date +%N)"; else echo 0; fi > /logs/verif
     write_task(tasks / "no-image", image="nobody/has-it:1")
     expected = {
         "always": "doing nothing earns 1",
-        "changing": "the same earns something else at another time",
+        "changing": "its rewards differ between two runs",
         "network": "its reference solution fails: tests/test.sh wrote no reward and ended with 1",
         "no-solution": "has no reference solution",
         "no-tests": "its reference solution fails: tests/test.sh gave 0",

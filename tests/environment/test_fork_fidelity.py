@@ -71,7 +71,7 @@ def test_copies_of_files_alone_are_refused_while_a_background_command_runs(name:
             await turn(session, MEND)
             await turn(session, START)
             assert await fidelity_of(session) == "filesystem"
-            with pytest.raises(LiveProcessesError, match=r"agent live.*while true.*gvisor, vm"):
+            with pytest.raises(LiveProcessesError, match=r"processes are running.*while true.*gvisor, vm"):
                 await session.fork(2)
             assert await beats(session), "the refusal has ended nothing"
             await turn(session, KILL)

@@ -147,7 +147,7 @@ def test_a_task_with_scripts_crosses_the_wire_whole(tmp_path: Path) -> None:
     KINDS["variables"](tmp_path, "host")
     task = read_harbor(tmp_path)
     assert task_of(json.loads(json.dumps(task_document(task)))) == replace(task, directory=None)
-    with pytest.raises(UserError, match="played by its name only"):
+    with pytest.raises(UserError, match="can only be named"):
         find_task(cast("SessionHost", None), task_document(task))
     document = task_document(task)
     document["verifier"]["archive"] = "no base64!"

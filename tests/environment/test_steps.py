@@ -173,8 +173,8 @@ def test_a_check_solves_step_by_step_and_doing_nothing_earns_0(tmp_path: Path) -
     assert reasons == [
         None,
         "its reference solution fails: step part: tests/test.sh gave 0",
-        "has no reference solution to be checked by; tasks.require_solution = false takes it as it is",
-        "step again: doing nothing in it passes, after the solutions of those before",
+        "has no reference solution to check it with; tasks.require_solution = false accepts it unchecked",
+        "step again: doing nothing in it passes after the solutions of earlier steps",
     ]
 
 
@@ -242,7 +242,7 @@ def test_clients_of_a_server_play_no_tasks_with_steps() -> None:
     assert list(host.tasks) == ["plain"]
     with pytest.raises(UserError, match="no such task"):
         find_task(host, "steps")
-    with pytest.raises(UserError, match="played by its name only"):
+    with pytest.raises(UserError, match="can only be named"):
         find_task(host, task_document(TASK))
 
 

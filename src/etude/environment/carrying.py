@@ -344,13 +344,13 @@ async def apply_carried(carried: CarriedFiles, fresh: Sandbox) -> None:
     if carried.archive:
         steps.append(("tar -x -o -p -f - -C /", carried.archive))
     for command, data in steps:
-        result = await run_harness_command(fresh, "laying what the agent left", command, data)
+        result = await run_harness_command(fresh, "unpacking the agent's files", command, data)
         if result.exit_code in _NO_PROGRAM:
             raise TaskError(
-                "what the agent left cannot be laid in the image of its verifier",
+                "the agent's files cannot be unpacked in its verifier's image",
                 field="verifier.environment",
                 received=result.stderr.strip()[-200:],
-                fix="the image needs sh, tar and coreutils",
+                fix="use an image with sh, tar and coreutils",
             )
         if result.exit_code != 0:
-            raise AgentError(f"what the agent left cannot be laid: {result.stderr.strip()[-200:]}")
+            raise AgentError(f"the agent's files cannot be unpacked: {result.stderr.strip()[-200:]}")

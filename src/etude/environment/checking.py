@@ -23,7 +23,7 @@ from etude.sandbox.types import Resources
 from etude.tasks.exams import read_exams
 
 _ROUNDS = 2
-_UNSOLVED = "has no reference solution to be checked by; tasks.require_solution = false takes it as it is"
+_UNSOLVED = "has no reference solution to check it with; tasks.require_solution = false accepts it unchecked"
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ async def _find_fault(task: Task, grader: Grader) -> str | None:
         nothing = await judge_nothing(task, grader)
         earned = [(verdict.passed, verdict.reward) for verdict in (nothing, solved) if verdict is not None]
         if number and earned != before:
-            return f"the same earns something else at another time: {_shown(before)}, then {_shown(earned)}"
+            return f"its rewards differ between two runs: {_shown(before)}, then {_shown(earned)}"
         before = earned
         if solved is not None and not solved.passed:
             return f"its reference solution fails: {solved.cause}"
@@ -125,7 +125,7 @@ async def judge_solution(task: Task, grader: Grader) -> Verdict | str:
         failure = await run_solution(task, sandbox)
         while failure is None and task.steps and (step := await run.end_step()) is not None:
             if (await run.verify(keep=True)).passed:
-                return f"step {step.name}: doing nothing in it passes, after the solutions of those before"
+                return f"step {step.name}: doing nothing in it passes after the solutions of earlier steps"
             failure = await run_solution(task.at_step(len(run.verdicts)), sandbox)
         if failure is not None:
             return failure

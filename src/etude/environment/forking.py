@@ -125,7 +125,7 @@ async def replay(context: ToolContext, history: History, first: int, task: Task 
             results = await execute_calls(turn.calls, context)
         except AgentError as error:
             raise SandboxError(
-                f"the sandbox ended in the replay, as it had not before: {error.message}",
+                f"the sandbox ended in the replay, unlike in the recording: {error.message}",
                 field="turn",
                 received=number,
             ) from error
@@ -168,7 +168,7 @@ async def fork_here(
     live = await live_processes(session.context)
     if live and await fidelity_of(session) != "full":
         raise LiveProcessesError(
-            "processes of the agent live, and a fork here copies the files alone",
+            "the agent's processes are running, but a fork here copies only files",
             field="fork",
             received=live[0],
             fix="end them first, or use a backend whose forks are full (gvisor, vm)",
@@ -188,7 +188,7 @@ async def fork_at(
     check_count(count)
     if not 0 <= turn <= session.num_turns:
         raise ConfigError(
-            "there was no such turn", field="turn", received=turn, fix=f"0 to {session.num_turns}"
+            "there is no such turn", field="turn", received=turn, fix=f"choose 0 to {session.num_turns}"
         )
     first = await _replayed(session, turn)
     try:

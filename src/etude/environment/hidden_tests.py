@@ -167,7 +167,7 @@ def _split_tests(path: str, text: str, workspace: frozenset[str], hidden: frozen
     for node in tree.body:
         if isinstance(node, ast.Assert) or _is_async_test(node):
             raise TaskError(
-                "assertions belong into plain test functions",
+                "assertions must be in plain test functions",
                 field="hidden_files",
                 received=f"{path}:{node.lineno}",
             )
@@ -176,7 +176,7 @@ def _split_tests(path: str, text: str, workspace: frozenset[str], hidden: frozen
     if not tests:
         raise TaskError("no top-level test functions", field="hidden_files", received=path)
     if len({test.name for test in tests}) < len(tests):
-        raise TaskError("two tests of one name", field="hidden_files", received=path)
+        raise TaskError("two tests have the same name", field="hidden_files", received=path)
     functions = [node for node in tree.body if is_test(node)]
     mark_oracles(tree, functions, names, lambda index: expectations[index].is_outside)
     ast.fix_missing_locations(tree)

@@ -39,7 +39,7 @@ def template_of(files: Mapping[str, str], field: str) -> Template:
         template = Template(files, "files")
     except UnicodeEncodeError as error:
         raise UserError(
-            f"holds half a character: {error.reason}", field=field, fix="send UTF-8 text"
+            f"is not valid Unicode: {error.reason}", field=field, fix="send UTF-8 text"
         ) from error
     except (UserError, AgentError) as error:
         fix = error.fix or "name files in the workspace"
@@ -47,16 +47,16 @@ def template_of(files: Mapping[str, str], field: str) -> Template:
     if len(template.contents) < len(files):
         names = Counter(map(normal_path, files))
         twice = next(path for path in files if names[normal_path(path)] > 1)
-        raise UserError("is sent twice", field=field, received=twice, fix="send one of the two")
+        raise UserError("is sent twice", field=field, received=twice, fix="send it only once")
     return template
 
 
 def _checked(grammar: re.Pattern[str], name: str, field: str, wanted: str) -> str:
     if len(name) > MAX_NAME_CHARACTERS or grammar.fullmatch(name) is None:
         raise UserError(
-            "is no name",
+            "is not a valid name",
             field=field,
             received=name[:MAX_NAME_CHARACTERS],
-            fix=f"at most {MAX_NAME_CHARACTERS} characters: letters, digits and . _ + @ : -, {wanted}",
+            fix=f"use at most {MAX_NAME_CHARACTERS} characters: letters, digits and . _ + @ : -, {wanted}",
         )
     return name

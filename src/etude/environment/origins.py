@@ -69,7 +69,7 @@ class Origin:
             if self.publishes:
                 made = await sandbox.commands.run('mkdir -p "$(readlink -f /logs)/artifacts"')
                 if made.exit_code != 0:
-                    raise SandboxError(f"/logs/artifacts cannot be made: {made.stderr[-200:]}", field="task")
+                    raise SandboxError(f"/logs/artifacts: not created: {made.stderr[-200:]}", field="task")
             failure = self.health and await wait_until_healthy(sandbox, self.health)
             if failure:
                 raise SandboxError(f"its health check {failure}", field="environment.healthcheck")
@@ -124,10 +124,10 @@ def task_template(task: Task, user: str = "") -> Template:
     found = machine.image
     if found is None:
         raise TaskError(
-            "its image was not built or looked for",
+            "its image is not available",
             field="task",
             received=task.id,
-            fix="name its directory to `etude tasks check`, which says why not",
+            fix="run `etude tasks check` on its directory to see why",
         )
     user = user or machine.user or found.user
     home = "/root" if user.partition(":")[0] in ("", "root", "0") else "/tmp"
@@ -199,7 +199,7 @@ async def begin_step(sandbox: Sandbox, step: TaskStep) -> str | None:
         if step.files:
             laid = await sandbox.commands.run("tar -x -o -f -", _SETUP_S, OWN_ENV, stdin=step.files)
             if laid.exit_code != 0:
-                return f"the files of step {step.name} cannot be laid: {laid.stderr.strip()[-_SAID_CHARS:]}"
+                return f"step {step.name} cannot be unpacked: {laid.stderr.strip()[-_SAID_CHARS:]}"
         if step.has_setup:
             ran = await sandbox.commands.run("bash ./setup.sh", _SETUP_S)
             if ran.exit_code != 0:
@@ -233,7 +233,9 @@ async def repository_template(path: Path, commit: str = "HEAD") -> Template:
     """
     # A name that begins with a dash would be an option; `--end-of-options` needs a newer git than many hosts.
     if commit.startswith("-") or not commit:
-        raise ConfigError("is no commit", field="commit", received=commit, fix="a hash, a branch or a tag")
+        raise ConfigError(
+            "is not a commit", field="commit", received=commit, fix="name a hash, branch or tag"
+        )
     return Template(await asyncio.to_thread(_read_commit, path, commit), path.name)
 
 

@@ -132,11 +132,11 @@ class Replayer(ReplayHandler):
         except AgentError as error:
             if not open_calls:
                 raise SandboxError(
-                    f"the sandbox ended, as it had not before: {error.message}",
+                    f"the sandbox ended, unlike in the recording: {error.message}",
                     field="turn",
                     received=number + 1,
                 ) from error
-            replay.notes.append(f"turn {number + 1} ended the sandbox, as it had before")
+            replay.notes.append(f"turn {number + 1} ended the sandbox, as in the recording")
             return
         except TimeoutError as error:
             raise SandboxError(
@@ -146,7 +146,7 @@ class Replayer(ReplayHandler):
             replay.duration_s += time.perf_counter() - began
         replay.num_calls += len(turn.calls) - len(known)
         if open_calls:
-            replay.notes.append(f"turn {number + 1} was never answered; now it was")
+            replay.notes.append(f"turn {number + 1} has no recorded answer, but was answered now")
             return
         # An imported turn may have more results than calls.
         done = SessionTurn(turn.calls, turn.results[: len(turn.calls)])
@@ -158,7 +158,7 @@ class Replayer(ReplayHandler):
         """Writes a full context to its file, as the harness had. Raises SandboxError."""
         error = await self._workspace.archive(path, text)
         if error:
-            raise SandboxError(f"a context could not be kept: {error}", field="path", received=path)
+            raise SandboxError(f"a context could not be written: {error}", field="path", received=path)
 
     async def next_words(self) -> str | None:
         return await self._next_step() if self._next_step is not None else None
@@ -178,7 +178,7 @@ class Replayer(ReplayHandler):
         if result.error is ToolErrorClass.USER_ABORTED:
             return "was refused or left unanswered by a person"
         if result.error is ToolErrorClass.PROVIDER:
-            return "was interrupted" if result.output == INTERRUPTED else "what was behind it failed"
+            return "was interrupted" if result.output == INTERRUPTED else "the service behind it failed"
         context = self._context
         ports = {"ask_user": context.user, "semantic_search": context.search}
         if call.name in OUTSIDE_SANDBOX and ports[call.name] is None:
@@ -200,7 +200,7 @@ async def replay_turns(trajectory: Trajectory, replayer: Replayer, turns: int | 
         if any(result.finished for result in turn.results) and turn is not trajectory.turns[-1]:
             await replayer.next_words()
     if len(trajectory.segments) > 1:
-        replayer.replay.notes.append("files with the history of full contexts were not made again")
+        replayer.replay.notes.append("files with the history of full contexts were not written again")
     return replayer.replay
 
 
@@ -257,7 +257,7 @@ async def _run_calls(
     if [(call.name, dict(call.arguments)) for call in calls] != [
         (call.name, dict(call.arguments)) for call in turn.calls
     ]:
-        raise _mismatch(number, "the calls of a message are read differently", turn.text[:80])
+        raise _mismatch(number, "the calls of a message are parsed differently now", turn.text[:80])
     await replayer.turn(number, turn)
     if len(turn.results) == len(calls):
         target.on_results(turn.results)
@@ -302,7 +302,7 @@ def check_replayable(trajectory: Trajectory, turns: int | None = None) -> None:
             or not bool(segment.sampled[turn.start : turn.end].all())
         ):
             raise UserError(
-                "the message has no sampled tokens, so the session cannot be made again",
+                "the message has no sampled tokens, so the session cannot be replayed",
                 field=f"turn {number + 1}",
                 received=turn.text[:80],
                 fix="name a trajectory of a run; ATIF files must carry token ids",
@@ -310,7 +310,7 @@ def check_replayable(trajectory: Trajectory, turns: int | None = None) -> None:
     branches = [segment.id for segment in trajectory.segments if segment.relation not in ("root", "summary")]
     if branches:
         raise UserError(
-            "has forks, rewrites or sub-agents: there is not one session that could be made again",
+            "has forks, rewrites or sub-agents, so no single session can be replayed",
             field="ID",
             received=branches[0],
             fix="name a trajectory of one agent, in one context or a chain of them",
@@ -334,9 +334,9 @@ def _mismatch(number: int, message: str, received: str) -> ConfigError:
 
 def _ended_before(number: int) -> UserError:
     return UserError(
-        "the session had ended before this turn: the user spoke again, or it had other limits",
+        "the replayed session ends before this turn: the user continued it, or its limits differed",
         field=f"turn {number + 1}",
-        fix="sessions of one instruction can be made again; of this one, the turns before",
+        fix="replay only the turns before it, for example with --turn",
     )
 
 

@@ -128,7 +128,7 @@ def _verdict(evidence: Evidence, config: RewardConfig) -> float:
 def _checked(reward: RewardBreakdown) -> RewardBreakdown:
     if not reward.is_finite:
         raise ConfigError(
-            "a session's reward is no finite number: its terms, with their weights, are too large",
+            "a session's reward is not a finite number: its terms, with their weights, are too large",
             field="rl.reward",
             received={name: value for name, value in reward.terms.items() if value},
             fix="lower the weights, or return smaller numbers from your own terms",

@@ -162,10 +162,10 @@ class TurnRunner(ABC):
             running = self._begin(calls, key, (on_call, on_result), known or {})
         elif running.calls != tuple(calls) or (number is None and (not key or key != running.key)):
             raise TurnConflictError(
-                "another turn runs",
+                "another turn is running",
                 field="turn",
                 received=number,
-                fix="wait for its end, and send calls that belong together as one turn",
+                fix="wait for its end, or send the calls together as one turn",
             )
         return await asyncio.shield(running.task)
 

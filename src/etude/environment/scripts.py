@@ -139,7 +139,7 @@ async def _sit_exams(
         files = found.files_of(exam)
         logs = await run(pack_texts(files) if files else b"")
         outcomes = read_outcomes(logs[OUTCOMES])
-        failure = f"{OUTCOMES} is not what it should be" if outcomes is None else exam.judge(outcomes)
+        failure = f"{OUTCOMES} is invalid" if outcomes is None else exam.judge(outcomes)
         if failure is not None:
             return failure
     return None
@@ -286,7 +286,7 @@ async def _unpack(sandbox: Sandbox, task: Task, target: str, archive: bytes) -> 
             f"cannot be unpacked in the task's image: {result.stderr.strip()[:_SAID_CHARS]}",
             field=target.strip("/"),
             received=task.id,
-            fix="the image needs sh, tar and coreutils, and a user who may write to /",
+            fix="use an image with sh, tar, coreutils and a user who can write to /",
         )
 
 

@@ -240,7 +240,7 @@ class EnvironmentSession(TurnRunner):
             )
         if self.task is None:
             raise ConfigError(
-                "there is no task to be graded by", field="session", received=self.id, fix="begin with a task"
+                "the session has no task", field="session", received=self.id, fix="begin one with a task"
             )
         if self.state in ("paused", "closed"):
             raise self._unusable()

@@ -63,7 +63,7 @@ class TaskImages:
             return machine
         if self._engine not in _BACKENDS:
             raise TaskError(
-                f"needs an image, and {self._backend} runs none of a task's",
+                f"needs an image, but {self._backend} cannot run task images",
                 field="task.toml: environment",
                 received=machine.docker_image or f"{machine.context}/Dockerfile",
                 fix=f"use one of the backends {', '.join(_BACKENDS)}",
@@ -119,10 +119,10 @@ def _check_users(task: Task, image: TaskImage) -> None:
     for field, user in users:
         if user not in ("", "root", "0"):
             raise TaskError(
-                "is not root, as whom a task's commands run in containers",
+                "must be root: a task's commands run as root in containers",
                 field=field,
                 received=user,
-                fix="use the local backend, which knows other users",
+                fix="use the local backend, which supports other users",
             )
 
 

@@ -56,7 +56,7 @@ def known_of(raw: Mapping[str, object]) -> dict[int, ToolResult]:
         return {int(place): result_of(check_fields(result, _RESULT)) for place, result in raw.items()}
     except (ValueError, TypeError, KeyError) as error:
         raise UserError(
-            f"are no results: {error}", field="known", fix="send results as they were received"
+            f"are not valid results: {error}", field="known", fix="send results as they were received"
         ) from error
 
 
@@ -92,14 +92,14 @@ def task_of(raw: object) -> Task:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         raise UserError(
-            f"is not what it should be: {first['msg']}",
+            f"is invalid: {first['msg']}",
             field=f"task.{first['loc'][0]}",
             received=plain(first["input"]),
-            fix="send it as it was read",
+            fix="send it as `task_document` writes it",
         ) from error
     except (ValueError, TypeError, AttributeError) as error:
         raise UserError(
-            f"is not what it should be: {error}", field="task", fix="send it as it was read"
+            f"is invalid: {error}", field="task", fix="send it as `task_document` writes it"
         ) from error
     _check_sizes(task)
     return task
@@ -126,7 +126,7 @@ def _check_sizes(task: Task) -> None:
     patterns = task.allowed_paths
     if len(patterns) > MAX_PATTERNS or any(len(pattern) > MAX_PATTERN_CHARACTERS for pattern in patterns):
         raise UserError(
-            "are too many, or too long",
+            "too many patterns, or one is too long",
             field="task.allowed_paths",
             received=len(patterns),
             fix=f"send at most {MAX_PATTERNS} of {MAX_PATTERN_CHARACTERS} characters",

@@ -122,7 +122,7 @@ def test_every_route_answers_errors_in_one_shape() -> None:
 
 @pytest.mark.parametrize("name", ["../..", "", "/a", "a/", "a//b", ".hidden", "a b", "a\n", "ä", "a" * 201])
 def test_what_is_no_name_of_a_task_is_refused_by_every_request(name: str) -> None:
-    with pytest.raises(UserError, match="is no name"):
+    with pytest.raises(UserError, match="is not a valid name"):
         check_task_name(name)
 
     async def scenario(client: httpx.AsyncClient, host: Any) -> None:
@@ -139,7 +139,7 @@ def test_names_of_tasks_and_runs_are_those_of_other_systems_too() -> None:
     for name in ("tally", "org/fix-1", "django__django-11099", "a/b/c", "functions:7@0.4", "0"):
         assert check_task_name(name) == name
     assert check_run_name("r.1+fork2") == "r.1+fork2"
-    with pytest.raises(UserError, match="is no name"):
+    with pytest.raises(UserError, match="is not a valid name"):
         check_run_name("a/b")
 
 

@@ -145,7 +145,7 @@ def test_openenvs_own_client_plays_an_episode() -> None:
             last = await env.step(core.GenericAction(message="<finish></finish>"))
             assert (last.reward, last.done) == (1.0, True)
             assert (await env.state())["step_count"] == 2
-            with pytest.raises(RuntimeError, match="no episode runs"):
+            with pytest.raises(RuntimeError, match="no running episode"):
                 await env.step(action(READ))
 
     asyncio.run(scenario())

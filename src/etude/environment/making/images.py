@@ -91,8 +91,8 @@ async def _build(project: Project, text: str, store: ImageStore, options: BuildO
             raise TaskError(
                 f"cannot be installed: {error.message[-_TAIL_CHARS:]}", field="REPO",
                 received=f"{project.name} {project.version}",
-                fix="see that what its tests need can be installed here; `images.allow` names the hosts that "
-                "pip may reach, and `--image` an image that has all",
+                fix="check that its requirements can be installed; allow the hosts that pip needs with "
+                "`images.allow`, or name a complete image with `--image`",
             ) from error  # fmt: skip
 
 

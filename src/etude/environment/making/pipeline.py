@@ -144,7 +144,7 @@ class TaskMaker:
             raise TaskError(
                 "was begun from another project, with another seed, image or number of runs, or by another "
                 "version of this command", field="--out", received=str(self.out),
-                fix="name a new directory, or call it as before",
+                fix="name a new directory, or use the same arguments",
             )  # fmt: skip
 
     async def _find_image(self, advance: Advance) -> ProjectImage:

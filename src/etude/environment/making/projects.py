@@ -111,7 +111,7 @@ def read_project(root: Path) -> Project:
     """
     if not root.is_dir():
         raise TaskError(
-            "is no directory", field="REPO", received=str(root),
+            "is not a directory", field="REPO", received=str(root),
             fix="name a checkout, or an unpacked source distribution",
         )  # fmt: skip
     files = _read_files(root)
@@ -124,7 +124,7 @@ def read_project(root: Path) -> Project:
     if not test_files:
         raise TaskError(
             f"holds no tests: no file is called {' or '.join(names)}", field="REPO", received=str(root),
-            fix="name a checkout, or a source distribution that its tests are part of",
+            fix="name a checkout, or a source distribution that contains its tests",
         )  # fmt: skip
     source_root = "src" if any(path.startswith("src/") and path.endswith(".py") for path in files) else ""
     sources = {path: text for path, text in _modules(files, tests, source_root) if read_tree(text)}

@@ -264,5 +264,5 @@ def _check_first(first: SuiteRun, suite: Suite) -> None:
 def _refused(message: str, suite: Suite, received: str) -> TaskError:
     return TaskError(
         f"{suite.project.name}: {message}", field="REPO", received=received,
-        fix="see that its tests pass without a network, with the packages that its test group names",
+        fix="check that its tests pass without a network, with the packages that its test group names",
     )  # fmt: skip

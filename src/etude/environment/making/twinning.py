@@ -127,9 +127,9 @@ async def find_project_twins(
     (base, _), *rounds = await gather_bounded(run, (None, *range(ROUNDS)), at_once, advance)
     if base.problem is not None or all(found.problem is not None for found, _ in rounds):
         raise TaskError(
-            "has tests that gave a result before, and give none where their files are written from their "
+            "has tests that gave results before, but give none when their files are rewritten from their "
             "syntax trees", field="REPO", received=str(base.problem or rounds[0][0].problem),
-            fix="call it again, with less beside it where the tests hang",
+            fix="run it again; if the tests hang, with less load on the machine",
         )  # fmt: skip
     ran = _tests_of(base)
     spoiled = {test.partition("::")[0] for test in stable if base.outcomes.get(test) != "passed"}

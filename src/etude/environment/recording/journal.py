@@ -163,7 +163,7 @@ def read_journal(path: Path) -> tuple[SessionJournal, list[dict[str, Any]]] | No
         raise _cannot_open(error) from error
     if lines and (lines[0].get("kind") != "session" or lines[0].get("format") != FORMAT):
         file.close()
-        raise StoreError("is no journal of ours", field="store", received=str(path), fix="move it away")
+        raise StoreError("is not a journal of Étude", field="store", received=str(path), fix="move it away")
     begun = sum(line["kind"] == "begin" for line in lines)
     return SessionJournal(file, begun), lines
 
@@ -215,9 +215,7 @@ def _commit(session_map: SessionMap, generation: Generation, line: Mapping[str, 
 
 
 def _inconsistent(received: str) -> StoreError:
-    return StoreError(
-        "the journal makes no sense", field="session", received=received, fix="move it out of the way"
-    )
+    return StoreError("the journal is inconsistent", field="session", received=received, fix="move it away")
 
 
 def _cannot_open(error: OSError) -> StoreError:
@@ -302,7 +300,7 @@ def _found(journal: SessionJournal, lines: list[dict[str, Any]], renderers: Rend
             "a live session was recorded with another tokenizer, grammar or template",
             field="store",
             received=str(journal.path),
-            fix="serve the model that it began with, or move the file out of the way",
+            fix="serve the model that it began with, or move the file away",
         )
     name, spec = str(facts.spec.trajectory_id), facts.spec
     session_map = SessionMap(name, renderers.find, facts.limits, spec.keep_thinking)

@@ -110,7 +110,7 @@ class SessionHost:
         """Raises CapacityError while the server drains."""
         if self.draining:
             raise CapacityError(
-                "the server is shutting down and begins nothing new",
+                "the server is shutting down",
                 field="environment.server",
                 fix="use another server, or wait for its restart",
             )
@@ -126,7 +126,7 @@ class SessionHost:
                 f"this tenant holds {num_owned} of {most} sessions",
                 field="sessions",
                 received=count,
-                fix="close sessions that are done",
+                fix="close finished sessions",
             )
         self._making[tenant] += count
         try:
@@ -149,10 +149,10 @@ class SessionHost:
         owned = self._sessions.get(session_id)
         if owned is None or owned.tenant != tenant:
             raise SandboxMissingError(
-                "no such session here: it was closed, was not used for too long, or the server began anew",
+                "no such session here: it was closed, was unused for too long, or the server was restarted",
                 field="session",
                 received=session_id,
-                fix="begin a new one",
+                fix="begin a new session",
             )
         owned.used_s = time.monotonic()
         return owned
@@ -217,7 +217,7 @@ class SessionHost:
                 f"this tenant's sessions keep {kept} bytes of turns",
                 field="kept_bytes",
                 received=kept,
-                fix="close sessions that are done",
+                fix="close finished sessions",
             )
 
     def in_background(self, work: Any) -> asyncio.Task[Any]:

@@ -148,7 +148,7 @@ class Episode:
     def _running(self) -> EnvironmentSession:
         if self._owned is None or self._done:
             raise UserError(
-                "no episode runs", field="step", received="done" if self._done else None, fix="reset first"
+                "no running episode", field="step", received="done" if self._done else None, fix="reset first"
             )
         return self._owned.session
 
@@ -171,7 +171,7 @@ def _calls(action: object, tools: tuple[ToolSchema, ...]) -> Sequence[ToolCall]:
     message, calls = named.get("message"), named.get("calls")
     if (message is None) == (calls is None):
         raise UserError(
-            "an action is either calls or a message",
+            "an action must be either calls or a message",
             field="action",
             received=sorted(named),
             fix="give one",
@@ -322,4 +322,4 @@ async def _drop_ended(host: SessionHost, episodes: dict[tuple[str, str], Episode
         if episode.state().get("session") not in live:
             del episodes[tenant, name]
     if len(episodes) >= _HTTP_EPISODES:
-        raise CapacityError("too many episodes", field="episode_id", received=len(episodes), fix="end some")
+        raise CapacityError("too many episodes", field="episode_id", received=len(episodes), fix="end one")

@@ -177,10 +177,10 @@ def _check_neighbours(host_sessions: SessionHost, tokens: Mapping[str, str] | No
     able = host_sessions.site.backend.capabilities()
     if able.neighbours_share:
         raise ConfigError(
-            "sandboxes of different tenants would share what the kernel counts for each user",
+            "sandboxes of different tenants would share the per-user limits of the kernel",
             field="tenants",
             received=f"{num_tenants} tenants, sandboxes of {able.backend}",
-            fix="see `neighbours` of `etude doctor`, or say with --tenants-share that one may starve another",
+            fix="see `neighbours` of `etude doctor`, or allow it with --tenants-share",
         )
 
 

@@ -73,7 +73,7 @@ async def tenant_of(connection: HTTPConnection) -> str:
     found = find_token(tokens, given)
     if found is None:
         raise AccessError(
-            "the token is missing or wrong", field="token", fix="send a token of the server's as a bearer"
+            "the token is missing or wrong", field="token", fix="send a token of the server as a bearer token"
         )
     return found
 
@@ -118,7 +118,7 @@ async def create_session(host: SessionHost, tenant: str, named: Mapping[str, Any
     given = [name for name in SOURCES if name in named]
     if len(given) != 1:
         raise UserError(
-            "a session begins with exactly one source",
+            "a session needs exactly one source",
             field="body",
             received=given,
             fix="one of " + ", ".join(SOURCES),
@@ -173,10 +173,10 @@ async def _template(host: SessionHost, named: Mapping[str, Any]) -> Template:
 def no_such_snapshot(snapshot: str) -> SandboxMissingError:
     """The error for a snapshot that the tenant does not own; it does not reveal those of others."""
     return SandboxMissingError(
-        "no such snapshot of this tenant's: it was deleted, or the server began anew",
+        "this tenant has no such snapshot: it was deleted, or the server was restarted",
         field="snapshot",
         received=snapshot,
-        fix="GET /snapshots lists what there is",
+        fix="list the snapshots with GET /snapshots",
     )
 
 
@@ -187,17 +187,17 @@ def find_task(host: SessionHost, named: str | dict[str, Any]) -> Task:
         check_task_name(task.id, "task.id")
         if task.machine is not None or task.verifier is not None or task.steps:
             raise UserError(
-                "a task with a machine, a test.sh or steps of its own is played by its name only",
+                "a task with its own machine, test.sh or steps can only be named, not sent",
                 field="task.machine",
                 received=task.id,
-                fix="start the server with --tasks and its directory",
+                fix="start the server with --tasks and the task's directory",
             )
         for name in ("files", "hidden_files"):
             template_of(getattr(task, name), f"task.{name}")
         return task
     if check_task_name(named) not in host.tasks:
         raise UserError(
-            "this server has no such task", field="task", received=named, fix="GET /tasks lists its tasks"
+            "this server has no such task", field="task", received=named, fix="list its tasks with GET /tasks"
         )
     return host.tasks[named]
 
@@ -207,10 +207,10 @@ def _allowed(host: SessionHost, text: str, field: str) -> Path:
     try:
         path = Path(text).resolve()
     except (ValueError, OSError, RuntimeError) as error:
-        raise UserError(f"is no path: {error}", field=field, received=text, fix="name a directory") from error
+        raise UserError(f"not a path: {error}", field=field, received=text, fix="name a directory") from error
     if not any(path.is_relative_to(root) for root in host.roots):
         raise UserError(
-            "clients may not name this path",
+            "clients must not use this path",
             field=field,
             received=text,
             fix="start the server with --root DIRECTORY above it, or send the files themselves",
