@@ -194,14 +194,14 @@ def test_of_the_way_to_a_python_nothing_but_the_installation_is_shown(
             ENVIRONMENT,
             "../../inner/bin/tool",
             {"me/project/inner": "BASE/me/secret", **TOOL},
-            "is no Python",
+            "is not a Python",
             id="any program, by a link of the repository",
         ),
         pytest.param(
             ENVIRONMENT,
             "BASE/home/bin/python3",
             {"home/bin/python3": "", "home/lib/python3.12/os.py": ""},
-            "holds .*/home, and",
+            "holds .*/home, so",
             id="an installation that is the home directory",
         ),
         pytest.param(
@@ -235,7 +235,7 @@ def test_directories_that_are_no_environment_are_not_shown_when_named(project: P
         HostView(project).add_python(base / "me" / ".local")
     monkeypatch.setenv("HOME", f"{base}/me/.local")
     (base / "me" / ".local" / "pyvenv.cfg").touch()
-    with pytest.raises(ConfigError, match=r"holds .*/\.local, and all"):
+    with pytest.raises(ConfigError, match=r"holds .*/\.local, so"):
         HostView(project).add_python(base / "me" / ".local")
 
 

@@ -97,10 +97,10 @@ def test_exams_stay_outside_of_what_is_unpacked_at_tests(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "is not what it should be"),
-        ('{"exams": [{"files": {}}]}', "is not what it should be"),
-        ('{"exams": []}', "asks for no test that passes"),
-        (json.dumps({"exams": [{"files": {}, "passing": [], "failing": ["a"]}]}), "asks for no test that"),
+        ("{", "is invalid"),
+        ('{"exams": [{"files": {}}]}', "is invalid"),
+        ('{"exams": []}', "names no test that must pass"),
+        (json.dumps({"exams": [{"files": {}, "passing": [], "failing": ["a"]}]}), "names no test that"),
     ],
 )
 def test_exams_that_could_pay_nothing_or_everything_are_refused(
@@ -112,7 +112,7 @@ def test_exams_that_could_pay_nothing_or_everything_are_refused(
 
 def test_a_separate_verifier_has_no_exams(tmp_path: Path) -> None:
     toml = f'{TASK_TOML}[verifier]\nenvironment_mode = "separate"\n'
-    with pytest.raises(TaskError, match="has no exams"):
+    with pytest.raises(TaskError, match="cannot be used with exams"):
         read_harbor(directory(tmp_path, EXAM_SET.to_text(), toml))
 
 

@@ -46,13 +46,13 @@ def pack_directories(
         elif path.is_file():
             data = path.read_bytes()
         else:
-            raise TaskError("is no file", field=f"{name}/{relative}", fix="files, directories and links")
+            raise TaskError("is not a file", field=f"{name}/{relative}", fix="remove it")
         if relative == script and data.partition(b"\n")[0].endswith(b"\r"):
-            fix = "end its lines with LF alone: no system has an interpreter whose name ends with CR"
+            fix = "end its lines with LF only: the CR would become a part of the interpreter's name"
             raise TaskError("has CRLF line ends", field=f"{name}/{script}", fix=fix)
         total += len(data)
         if total > MAX_ARCHIVE_BYTES:
-            fix = f"{MAX_ARCHIVE_BYTES >> 20} MiB at most: put large files into the image"
+            fix = f"put large files into the image: at most {MAX_ARCHIVE_BYTES >> 20} MiB"
             raise TaskError("is too large", field=name, received=relative, fix=fix)
         rows.append((row, data))
     return _pack(rows)
@@ -85,7 +85,7 @@ def _checked_link(path: Path, top: Path) -> str:
         is_within = False
     if not is_within:
         raise TaskError(
-            f"is a link that leads out of {top.name}/, or nowhere",
+            f"is a link to a path outside of {top.name}/, or to nothing",
             field=f"{top.name}/{path.relative_to(top).as_posix()}",
             received=str(target),
             fix="put the file itself there",

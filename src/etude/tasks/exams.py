@@ -79,11 +79,11 @@ def read_exams(text: str) -> ExamSet:
         found = _EXAM_SET.validate_json(text)
     except ValidationError as error:
         raise TaskError(
-            f"is not what it should be: {error.errors()[0]['msg']}", field=f"tests/{EXAMS}",
+            f"is invalid: {error.errors()[0]['msg']}", field=f"tests/{EXAMS}",
             received=text[:80], fix="write it as `etude tasks make` does",
         ) from error  # fmt: skip
     if not any(exam.passing for exam in found.exams):
-        raise TaskError("asks for no test that passes", field=f"tests/{EXAMS}", received=text[:80])
+        raise TaskError("names no test that must pass", field=f"tests/{EXAMS}", received=text[:80])
     return found
 
 

@@ -88,9 +88,7 @@ def write_harbor(task: Task, directory: Path) -> None:
     represent, and for a task that is graded by a script instead of hidden tests.
     """
     if task.verifier is not None:
-        raise TaskError(
-            "is graded by a script", field="task", received=task.id, fix="copy the directory that it is from"
-        )
+        raise TaskError("is graded by a script", field="task", received=task.id, fix="copy its directory")
     if directory.exists():
         raise directory_error(directory, "directory", "exists already", "choose a new directory")
     files = {
@@ -198,7 +196,7 @@ def _with_scripts(task: Task, fields: TaskTable, directory: Path, host_env: Sequ
     if machine.is_host and any(path.startswith("/") for path in allowed_paths):
         raise TaskError(
             "needs an image", field="task.toml: metadata.etude.allowed_paths", received=list(allowed_paths),
-            fix="leave out what begins with a slash: on the host only the working directory changes",
+            fix="remove absolute paths: on the host only the working directory changes",
         )  # fmt: skip
     files = _tree(directory, "environment/workspace") if machine.is_host else {}
     task = replace(task, files=files, machine=machine, allowed_paths=allowed_paths)
@@ -208,7 +206,7 @@ def _with_scripts(task: Task, fields: TaskTable, directory: Path, host_env: Sequ
             verifier = _with_exams(verifier, directory)
         return replace(task, verifier=verifier, solution=solution)
     if own.grading == "exams":
-        raise field_error("metadata.etude.grading", "has no steps", "exams", 'use "test_sh"')
+        raise field_error("metadata.etude.grading", "cannot have steps", "exams", 'use "test_sh"')
     steps = tuple(_read_step(fields, step, directory, host_env) for step in fields.steps)
     task = replace(task, steps=steps, step_rewards=fields.multi_step_reward_strategy or "mean")
     return replace(task.at_step(0), steps=steps)
@@ -217,8 +215,8 @@ def _with_scripts(task: Task, fields: TaskTable, directory: Path, host_env: Sequ
 def _with_exams(verifier: TestScript, directory: Path) -> TestScript:
     """The verifier with the task's exams, whose file is not packed into the archive. Raises TaskError."""
     if verifier.machine is not None:
-        fix = '"shared": exams are runs over what the agent changed'
-        raise field_error("verifier.environment_mode", "has no exams", "separate", fix)
+        fix = 'use "shared": exams run over the changes of the agent'
+        raise field_error("verifier.environment_mode", "cannot be used with exams", "separate", fix)
     text = _text(directory, f"tests/{EXAMS}")
     read_exams(text)
     archive = pack_directories([directory / "tests"], "test.sh", without=EXAMS)
@@ -273,17 +271,17 @@ def find_directories(directory: Path, field: str) -> list[Path]:
     folders = sorted(directory.iterdir())
     found = any((path / "task.toml").is_file() for path in folders)
     if not found and (directory / "task.toml").is_file():
-        fix = "name the directory that it lies in"
+        fix = "name its parent directory"
         raise directory_error(directory, field, "is a task itself, not a set of them", fix)
     if not found:
         message = "holds no task: no directory below it has a task.toml"
-        raise directory_error(directory, field, message, "`etude tasks export` shows what one looks like")
+        raise directory_error(directory, field, message, "see an example from `etude tasks export`")
     return [path for path in folders if any((path / name).is_file() for name in _MARKS)]
 
 
 def _toml(task: Task) -> str:
     if "etude" in task.metadata:
-        raise TaskError("is the name of a table of ours", field="metadata.etude", fix="name it otherwise")
+        raise TaskError("is reserved for Étude", field="metadata.etude", fix="rename it")
     for key, value in task.metadata.items():
         if not isinstance(value, str | int | float):
             fix = "leave it out"
@@ -310,7 +308,7 @@ def _encoded(text: str, field: str) -> bytes:
         return text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise TaskError(
-            "is not Unicode text", field=field, received=str(error), fix="only text files"
+            "is not Unicode text", field=field, received=str(error), fix="use only text files"
         ) from error
 
 
@@ -319,7 +317,7 @@ def _inside(path: str, field: str) -> str:
     pure = PurePosixPath(path)
     if pure.is_absolute() or ".." in pure.parts or "\0" in path:
         raise TaskError(
-            "leads out of the workspace", field=field, received=path, fix="a relative path without .."
+            "leads out of the workspace", field=field, received=path, fix="use a relative path without .."
         )
     if path != str(pure) or path == ".":
         raise TaskError("is not a plain path", field=field, received=path, fix=f"write {str(pure)!r}")
@@ -338,7 +336,7 @@ def _text(directory: Path, name: str) -> str:
         return path.read_bytes().decode("utf-8")
     except UnicodeDecodeError as error:
         raise TaskError(
-            "is not UTF-8 text", field=name, received=str(error), fix="only text files"
+            "is not UTF-8 text", field=name, received=str(error), fix="use only text files"
         ) from error
 
 

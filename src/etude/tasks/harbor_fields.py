@@ -24,7 +24,7 @@ _OF_NO_MACHINE = {
     "mcp_servers": "take tasks whose agent needs no tool servers of its own",
     "skills_dir": "put what the skills say into instruction.md",
 }
-_HAS_ONE_MACHINE = "leave it out: one agent works in one sandbox through all steps"
+_HAS_ONE_MACHINE = "remove it: one agent works in one sandbox through all steps"
 _OF_NO_VERIFIER = {
     **{f"verifier.environment.{name}": fix for name, fix in _OF_NO_MACHINE.items()},
     "verifier.environment.healthcheck": "put it into tests/test.sh: Harbor runs none there",
@@ -220,7 +220,7 @@ def check_fields(table: Mapping[str, Any]) -> TaskTable:
     names = Counter(step.name.casefold() for step in found.steps)
     for step in found.steps:
         if names[step.name.casefold()] > 1:
-            raise field_error("steps.name", "names two steps", step.name, "give each its own")
+            raise field_error("steps.name", "is the name of two steps", step.name, "rename one")
     if found.multi_step_reward_strategy is not None and not found.steps:
         value, fix = found.multi_step_reward_strategy, "leave it out"
         raise field_error("multi_step_reward_strategy", "needs [[steps]]", value, fix)
@@ -240,11 +240,11 @@ def _check_verifier(verifier: VerifierTable, place: str, user: User) -> None:
     """Raises TaskError for fields that contradict each other. `place`: prefix of the table's name."""
     if verifier.environment_mode == "shared" and verifier.environment is not None:
         fix, field = "leave out one of them", f"{place}verifier.environment_mode"
-        raise field_error(field, "is not with [verifier.environment]", "shared", fix)
+        raise field_error(field, "contradicts [verifier.environment]", "shared", fix)
     for hook in verifier.collect:
         if hook.user is not None and user_name(hook.user) != user_name(user):
-            fix = "leave it out: it runs as the agent does"
-            raise field_error(f"{place}verifier.collect.user", "is not the agent's", hook.user, fix)
+            fix = "remove it: the hook runs as the agent's user"
+            raise field_error(f"{place}verifier.collect.user", "is not the agent's user", hook.user, fix)
 
 
 def at_step(table: TaskTable, step: StepTable | None) -> TaskTable:

@@ -146,10 +146,10 @@ def _artifacts(listed: Sequence[str | ArtifactTable], is_host: bool) -> tuple[Ar
         names = source.split("/")
         if names[0] or len(names) < 2 or {"", ".", ".."} & set(names[1:]) or "\0" in source:
             fix = "write an absolute path, without . and .."
-            raise field_error("artifacts.source", "is no plain path of a file or directory", row.source, fix)
+            raise field_error("artifacts.source", "is not a plain path", row.source, fix)
         if any(f"{a}/".startswith(f"{b}/") for top in places for a, b in ((source, top), (top, source))):
-            fix = "name what the agent makes, elsewhere"
-            raise field_error("artifacts.source", "lies where the verifier's own files are", row.source, fix)
+            fix = "name a path that the agent writes, outside of these"
+            raise field_error("artifacts.source", "is in a directory of the verifier", row.source, fix)
     _check_destinations(rows)
     return tuple(Artifact(row.source.rstrip("/"), tuple(row.exclude)) for row in rows)
 
@@ -160,8 +160,8 @@ def _check_destinations(rows: Sequence[ArtifactTable]) -> None:
         places = [f"{(row.destination or row.source).strip('/')}/" for row in (one, other)]
         overlap = places[0].startswith(places[1]) or places[1].startswith(places[0])
         if overlap and (one.destination or other.destination):
-            fix = "leave it out, or name a place of its own"
-            raise field_error("artifacts.destination", "overlaps another's place", other.source, fix)
+            fix = "remove it, or name a separate destination"
+            raise field_error("artifacts.destination", "overlaps another artifact's", other.source, fix)
 
 
 def _bytes(megabytes: int | None, text: str | None, name: str, table: str) -> int:
@@ -174,8 +174,8 @@ def _bytes(megabytes: int | None, text: str | None, name: str, table: str) -> in
     except ValueError:
         size = 0
     if size <= 0 or megabytes not in (None, size >> 20):
-        fix = f"write {name}_mb alone, a number"
-        raise field_error(f"{table}.{name}", "is no size, or not the same twice", text, fix)
+        fix = f"write only {name}_mb, as a number"
+        raise field_error(f"{table}.{name}", "is not a size, or contradicts the size in MB", text, fix)
     return size
 
 
@@ -206,8 +206,8 @@ def _addresses(host: str, field: str) -> tuple[str, str]:
     except ValueError:
         is_name = re.fullmatch(r"(\*\.)?[a-z0-9-]+(\.[a-z0-9-]+)*", plain) is not None
     if not is_name:
-        fix = "name hosts: sandboxes reach no addresses by number"
-        raise field_error(f"{field}.allowed_hosts", "is no name of a host", host, fix)
+        fix = "name hosts: sandboxes cannot reach IP addresses"
+        raise field_error(f"{field}.allowed_hosts", "is not a host name", host, fix)
     return f"{plain}:443", f"{plain}:80"
 
 
@@ -221,12 +221,12 @@ def _resolve(env: Mapping[str, str], field: str, host_env: Sequence[str]) -> dic
         match = _TEMPLATE.fullmatch(value)
         if match and match[1] in os.environ and match[1] not in host_env:
             fix = f'set tasks.host_env = ["{match[1]}"]'
-            raise field_error(f"{field}.{name}", "is a variable of this process", value, fix)
+            raise field_error(f"{field}.{name}", "is a variable of this process: not allowed", value, fix)
         resolved = os.environ.get(match[1], match[2]) if match else value
         if match and resolved is None:
             fix = f'set it, and tasks.host_env = ["{match[1]}"]'
             raise field_error(f"{field}.{name}", "is not among this process's variables", value, fix)
         if not name or "=" in name or "\0" in name + resolved:
-            raise field_error(f"{field}.{name}", "cannot be a variable", value, "correct it")
+            raise field_error(f"{field}.{name}", "is not a valid variable", value, "correct it")
         found[name] = resolved
     return found

@@ -47,7 +47,7 @@ def test_an_image_comes_back_as_it_was_saved(store: ImageStore, name: str) -> No
     ["", "../../escape", "/abs", "a/", "a//b", ".hidden", "-x", "ünïcode", "a b", "a\n", "a:", "x" * 201],
 )
 def test_what_from_could_not_name_is_refused(store: ImageStore, name: str) -> None:
-    with pytest.raises(TemplateError, match="no name for an image"):
+    with pytest.raises(TemplateError, match="not a valid image name"):
         make(store, name)
     assert store.list() == []
 

@@ -280,7 +280,7 @@ def test_an_owner_that_does_not_exist_here_is_the_users_to_mend(tmp_path: Path) 
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     if done.stderr.startswith("unshare:"):
         pytest.skip(f"no user namespace here: {done.stderr.strip()}")
-    assert "ResourceError: layer store: files of layers cannot be given" in done.stderr
+    assert "ResourceError: layer store: the owner of layer files cannot be set" in done.stderr
 
 
 def test_one_layer_added_by_many_at_once_is_there_once(store: LayerStore) -> None:

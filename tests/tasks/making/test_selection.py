@@ -56,7 +56,7 @@ def test_without_tasks_of_two_files_or_bugs_the_others_are_kept_and_the_share_is
     singles = [verified(at, "abcdefgh"[at % 8], f"f{at}") for at in range(40)]
     selection = select(singles, QUOTAS)
     assert len(selection.kept) == 40
-    assert selection.missed.startswith("0 of 40 tasks are of two files or bugs; 25% were wanted")
+    assert selection.missed.startswith("0 of 40 tasks have two files or bugs; 25% were wanted")
 
 
 def test_of_too_many_tasks_those_of_two_files_or_bugs_stay_until_their_share_holds() -> None:

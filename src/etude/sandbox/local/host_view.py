@@ -226,8 +226,8 @@ def _refusal(message: str, received: str) -> ConfigError:
         message,
         field="--venv",
         received=received,
-        fix="create an environment in its own directory, from a Python in its own directory, name it with "
-        "--venv DIR; or use --venv none",
+        fix="create an environment in its own directory, from a Python in its own directory, and name it "
+        "with --venv DIR; or use --venv none",
     )
 
 

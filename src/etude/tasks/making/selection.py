@@ -53,7 +53,7 @@ def select(candidates: Sequence[Verified], quotas: Quotas) -> Selection:
     missed = ""
     if num_compound < quotas.least_compound * len(kept):
         missed = (
-            f"{num_compound} of {len(kept)} tasks are of two files or bugs; {quotas.least_compound:.0%} were "
+            f"{num_compound} of {len(kept)} tasks have two files or bugs; {quotas.least_compound:.0%} were "
             "wanted, and the candidates allow no more"
         )
     return Selection(tuple(kept), tuple(rejected), missed)
