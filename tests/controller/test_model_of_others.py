@@ -202,7 +202,7 @@ def test_what_cannot_be_spoken_to_is_refused_before_a_run_has_a_directory(tmp_pa
         TOLD.replace("message['role'] +", "message['role'] + loop.length | string +"),
         "message by",
     )
-    refused("unended", TOLD.replace("im_end", "end_of_turn"), "no control token")
+    refused("unended", TOLD.replace("im_end", "end_of_turn"), "not a control token")
     refused("broken", "{% for %}", "no Jinja template|not a Jinja template")
     refused("narrow", TOLD, "leaves no room", max_tokens=700)
     refused("long", TOLD, "rows", num_rows=300)

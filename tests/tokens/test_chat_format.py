@@ -97,7 +97,7 @@ def test_a_model_of_our_own_keeps_its_frame_its_tags_and_its_eight_tools() -> No
 def test_a_tokenizer_of_our_own_has_the_tags_of_every_tool_that_is_offered() -> None:
     assert set(own_control_tokens()) == set(etude_tokenizer().control_tokens)
     agent = AgentConfig(index="meaning")
-    with pytest.raises(ConfigError, match="lacks others"):
+    with pytest.raises(ConfigError, match="only some of the tools"):
         agent_format(etude_tokenizer(), agent).renderer()
     tokenizer = train_tokenizer([], 400, own_control_tokens(agent))
     for one in (agent, AgentConfig()):
@@ -356,14 +356,14 @@ def test_content_never_becomes_a_control_token(make: Any) -> None:
     ("template", "match"),
     [
         ("{% if %}", "is not a Jinja template"),
-        (TOLD.replace("|im_end|", "|eos|"), "no control token"),
+        (TOLD.replace("|im_end|", "|eos|"), "not a control token"),
         (HEADERS.replace("message.role", "message.role + loop.index | string"), "message by message"),
         (
             HEADERS.replace("\\n\\n' }}{%- endif %}", "\\n\\n<think>' }}{%- endif %}"),
             "open an answer with .*<think>",
         ),
         (TOLD.replace("message['content'] +", "message['content'] | upper +"), "message by message"),
-        (TOLD.replace("message['content'] +", "message['content'] | replace('<', '(') +"), "stands where"),
+        (TOLD.replace("message['content'] +", "message['content'] | replace('<', '(') +"), "appears where"),
         ("{{ raise_exception('only pictures') }}", "only pictures"),
         ("{{ messages.clear() }}", "fails"),
         (TOLD.replace("message['role'] +", "'user' +"), "message by message"),

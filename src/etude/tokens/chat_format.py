@@ -117,7 +117,7 @@ def _choose_template(tokenizer: Tokenizer, name: str, in_any_form: bool) -> tupl
     if name == "model":
         if not tokenizer.chat_template:
             raise ConfigError(
-                "the model has no chat template, and its tokenizer none of the control tokens of a known one",
+                "the model has no chat template, and its control tokens fit none that is known",
                 field="agent.template",
                 received=", ".join(tokenizer.control_tokens[:8]) or "no control tokens",
                 fix="put the chat_template.jinja of the model beside its tokenizer.json; or "
@@ -144,10 +144,10 @@ def _plain(tokenizer: Tokenizer) -> Template:
     end = named.get("eos_token", "")
     if not tokenizer.has_control(end):
         raise ConfigError(
-            "the tokenizer names no token that ends a text",
+            "the tokenizer names no end-of-text token",
             field="tokenizer_config.json: eos_token",
             received=end,
-            fix="name it there",
+            fix="set it in that file",
         )
     begin = named.get("bos_token", end)
     return plain_template(begin if tokenizer.has_control(begin) else end, end)

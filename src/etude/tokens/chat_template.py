@@ -183,7 +183,7 @@ def open_with_tools(
     user = "".join(piece if isinstance(piece, str) else marks[piece.name] for piece in template.user)
     before, found, _ = text.partition(user + _USER)
     if not found:
-        raise ConfigError("does not show the user's words behind the tools", field="chat_template")
+        raise ConfigError("does not render the user message after the tools", field="chat_template")
     names = {mark: name for name, mark in marks.items()}
     parts = re.split(f"([{''.join(names)}])", before)
     return join_text(Control(names[part]) if part in names else part for part in parts)

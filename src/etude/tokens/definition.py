@@ -71,7 +71,7 @@ def read_definition(parsed: Mapping[str, Any]) -> Definition:
     ]
     if model.get("type") != "BPE" or not model.get("byte_fallback") or missing:
         raise ConfigError(
-            "is neither a byte-level BPE nor one with a token for every byte: it would not give text back",
+            "is neither a byte-level BPE nor has a token for every byte: decoding would change text",
             field="tokenizer.json: model.type",
             received=model.get("type"),
             fix="use a model whose tokenizer.json has a ByteLevel decoder, or tokens <0x00> to <0xFF>",
@@ -84,10 +84,10 @@ def read_definition(parsed: Mapping[str, Any]) -> Definition:
     for part in normalizers:
         if part not in (_MARKS_SPACES, _PREPENDS_SPACE) and part["type"] not in _LEFT_OUT:
             raise ConfigError(
-                "changes text before it is encoded, so that it would not be given back",
+                "changes text before encoding, so decoding would not restore it",
                 field="tokenizer.json: normalizer",
                 received=part["type"],
-                fix="use a model whose tokenizer only marks spaces",
+                fix="use a model whose tokenizer only replaces spaces",
             )
     scheme: Where = "always" if _PREPENDS_SPACE in normalizers else "never"
     for part in cutters:

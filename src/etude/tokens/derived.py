@@ -114,8 +114,8 @@ class _Reader:
         joins = opened == bare and self._is_text(to_user)
         if not (is_alike and (joins or after_said.endswith(to_user) or to_user.endswith(after_said))):
             raise _unstable(
-                f"prompts open an answer with {prompt!r}; an earlier one stands between {to_said!r} and "
-                f"{after_said!r}, where words of the system stand before {to_user!r}"
+                f"prompts open an answer with {prompt!r}; an earlier one is between {to_said!r} and "
+                f"{after_said!r}, and a system message is before {to_user!r}"
             )
         to_answer = prompt.removesuffix(thinking)
         is_opener = after_said == to_user and bare.endswith(to_user)
@@ -169,7 +169,7 @@ class _Reader:
             answer_pieces = answer_pieces[num_plain:]
         system = self.pieces(opened)
         if not (user_pieces and answer_pieces and system):
-            raise _unstable("messages do not begin with control tokens, or with words of their own")
+            raise _unstable("messages begin with neither control tokens nor distinct words")
         before = bare.removesuffix(spell(user_pieces))
         default, found, closed = before.removeprefix(opened).partition(end.name)
         has_default = bool(found) and bare.startswith(opened) and closed.startswith(spell(after_end))
@@ -265,7 +265,7 @@ class _Reader:
         first, *rest = self.pieces(text) or ("",)
         if not isinstance(first, Control):
             raise ConfigError(
-                "ends messages with what is no control token of the tokenizer",
+                "ends messages with text that is not a control token of the tokenizer",
                 field="chat_template",
                 received=text[:40],
                 fix="use the tokenizer of the model that the template belongs to, with its special tokens; "
@@ -280,7 +280,7 @@ class _Reader:
 
 def _unstable(why: str) -> ConfigError:
     return ConfigError(
-        f"does not lay conversations out message by message: {why}",
+        f"does not render conversations message by message: {why}",
         field="chat_template",
         fix='agent.template = "plain" opens messages with words, which the model learns by fine-tuning; or '
         'name the frame that it was trained with, such as "chatml"',
@@ -308,7 +308,7 @@ def _check_alike(jinja: ChatTemplate, written: ChatTemplate, messages: Sequence[
         return
     place = next((n for n, (a, b) in enumerate(zip(rendered, framed, strict=False)) if a != b), len(framed))
     raise _unstable(
-        f"{rendered[place - 20 : place + 40]!r} stands where {framed[place - 20 : place + 40]!r} is expected"
+        f"{rendered[place - 20 : place + 40]!r} appears where {framed[place - 20 : place + 40]!r} is expected"
     )
 
 

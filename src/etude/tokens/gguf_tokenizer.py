@@ -42,10 +42,10 @@ def tokenizer_files(metadata: Mapping[str, Any]) -> dict[str, str]:
     kind = str(given.get("model"))
     if not given.keys() >= {"tokens", _LEARNED.get(kind, "")}:
         raise ConfigError(
-            "only tokenizers of these kinds, with what they learned, are known here",
+            "this kind of tokenizer is not supported, or its data is missing",
             field="tokenizer.ggml.model",
             received=kind,
-            fix="; ".join(f"{name} with tokenizer.ggml.{learned}" for name, learned in _LEARNED.items()),
+            fix="; or ".join(f"use {name} with tokenizer.ggml.{data}" for name, data in _LEARNED.items()),
         )
     names = {
         kind: given["tokens"][given[f"{field}_token_id"]]
@@ -146,8 +146,8 @@ def _pre_tokenizer(cut: str) -> pre_tokenizers.PreTokenizer:
         )
     known = ", ".join([*_PLAIN, *_SINGLE_DIGITS, *_PATTERNS])
     raise ConfigError(
-        "cuts text in a way that is not known here",
+        "is an unknown pre-tokenizer",
         field="tokenizer.ggml.pre",
         received=cut,
-        fix=f"use the model's Hugging Face directory; known are {known}",
+        fix=f"use the model's Hugging Face directory, or one of {known}",
     )

@@ -258,10 +258,10 @@ def _needs_text_mode(tokenizer: Tokenizer, grammar: Grammar) -> bool:
     missing = [tag for tag in tags if not tokenizer.has_control(tag)]
     if missing and len(missing) < len(tags):
         raise ConfigError(
-            "the tokenizer has some of the tools' tags and lacks others",
+            "the tokenizer has only some of the tools' tags",
             field="agent.tools, agent.index, agent.mcp",
             received=missing,
-            fix="offer the tools that the model was trained with; one that is trained from nothing gets the "
+            fix="offer the tools that the model was trained with; a model trained from scratch gets the "
             "tags of all that its [agent] offers",
         )
     return bool(missing)

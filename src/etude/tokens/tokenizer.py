@@ -336,7 +336,7 @@ class Tokenizer:
     def _check_plain_text(self) -> None:
         if self._read.is_sentencepiece and self.decode(self.encode(_PROBE)) != _PROBE:
             raise ConfigError(
-                "does not give text back as it was",
+                "does not restore text when decoding",
                 field="tokenizer.json: pre_tokenizer",
                 received=self.decode(self.encode(_PROBE)),
                 fix="use a model whose tokenizer keeps all characters",
@@ -353,12 +353,12 @@ class Tokenizer:
 
 def _read_text(path: Path) -> str:
     if fix := lfs_fix(path):
-        raise ConfigError("is not the file itself", field="tokenizer", received=str(path), fix=fix)
+        raise ConfigError("is only a pointer to the file", field="tokenizer", received=str(path), fix=fix)
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ConfigError(
-            f"not UTF-8: {error}", field="tokenizer", received=str(path), fix=f"use a whole {path.name}"
+            f"not UTF-8: {error}", field="tokenizer", received=str(path), fix=f"use a complete {path.name}"
         ) from None
 
 
@@ -367,9 +367,9 @@ def _parse_json(text: str, name: str) -> dict[str, Any]:
     try:
         parsed = json.loads(text)
     except json.JSONDecodeError as error:
-        raise ConfigError(f"not JSON: {error}", field="tokenizer", fix=f"use a whole {name}") from None
+        raise ConfigError(f"not JSON: {error}", field="tokenizer", fix=f"use a complete {name}") from None
     if not isinstance(parsed, dict):
-        raise ConfigError("not a JSON object", field="tokenizer", fix=f"use a whole {name}")
+        raise ConfigError("not a JSON object", field="tokenizer", fix=f"use a complete {name}")
     return cast(dict[str, Any], parsed)
 
 

@@ -33,7 +33,7 @@ def test_tools_of_which_each_lacks_a_tag_are_refused_and_do_not_vanish() -> None
     shared = sorted(set(tags[0]) & set(tags[1]))
     tokenizer = qwen_tokenizer().with_control_tokens(shared)
     shelf = RendererShelf(tokenizer, XmlGrammar, QWEN3_TEMPLATE)
-    with pytest.raises(BadRequestError, match="lacks others") as caught:
+    with pytest.raises(BadRequestError, match="only some of the tools") as caught:
         shelf.find(Opening("", tools))
     assert caught.value.field == "tools"
     whole = RendererShelf(tokenizer.with_control_tokens(tags[0]), XmlGrammar, QWEN3_TEMPLATE)

@@ -55,7 +55,7 @@ def read_messages(body: Mapping[str, Any], agent: str = "", strict: bool = True)
     if not messages:
         raise wrong("messages", "none", "a list with at least one user message")
     if isinstance(messages[-1], Answer):  # this API would continue it; OpenAI's give another answer
-        fix = "answers cannot be begun for the model"
+        fix = "end with a user message: prefilled answers are not supported"
         raise BadRequestError("the last message must be the user's", field="messages", fix=fix)
     stops = stop_strings(body.get("stop_sequences"), "stop_sequences")
     return ChatRequest(
@@ -77,7 +77,7 @@ def _calls_wanted(choice: object, tools: bool, strict: bool) -> tuple[bool, bool
 
 def _tool(entry: Mapping[str, Any], field: str) -> ClientTool:
     if entry.get("type") not in _TOOL_TYPES:
-        raise unsupported(f"{field}.type", entry.get("type"), "tools of the server's are not here")
+        raise unsupported(f"{field}.type", entry.get("type"), "server tools are not supported")
     return client_tool(entry.get("name"), entry.get("description"), entry.get("input_schema"), field)
 
 
@@ -135,7 +135,7 @@ def _answer(content: object, where: str) -> Answer:
             name = text(block.get("name"), f"{here}.name")
             calls.append(Call(str(block.get("id") or ""), name, block.get("input") or {}))
         elif kind != "redacted_thinking":
-            raise unsupported(f"{here}.type", kind, "no answer of this model has such a block")
+            raise unsupported(f"{here}.type", kind, "this block is not supported in answers")
     return Answer("".join(texts), tuple(calls), "".join(reasoning))
 
 

@@ -54,7 +54,7 @@ def read_entries(
 def client_tool(name: object, description: object, schema: object, field_name: str) -> ClientTool:
     """A tool from its name, description and JSON Schema. Raises BadRequestError."""
     if not isinstance(name, str) or not name:
-        raise BadRequestError("a tool needs a name", field=field_name, received=name, fix="name it")
+        raise BadRequestError("a tool needs a name", field=field_name, received=name, fix="send a name")
     if schema is None:
         schema = {"type": "object", "properties": {}}
     properties = schema.get("properties") or {} if isinstance(schema, dict) else None

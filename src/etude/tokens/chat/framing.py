@@ -58,7 +58,7 @@ class Framing:
             case Results(outputs, calls):
                 if first:
                     raise BadRequestError(
-                        "begins with results", field="messages", fix="send the calls before them"
+                        "begins with tool results", field="messages", fix="send the calls before them"
                     )
                 return renderer.results(outputs, calls)
             case Answer():

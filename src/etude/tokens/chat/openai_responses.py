@@ -170,7 +170,7 @@ def _read_items(items: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[Mes
         ):
             talk.add_answer(_part_of_answer(item, kind, field), continues=True)
         elif kind != "message":
-            raise unsupported(f"{field}.type", kind, "no such item can be sent to this model")
+            raise unsupported(f"{field}.type", kind, "this item is not supported")
         elif role not in ("user", "system", "developer"):
             raise wrong(f"{field}.role", role, "user, assistant, system or developer")
         else:

@@ -153,7 +153,7 @@ def read_stream(body: Mapping[str, Any], strict: bool = True) -> tuple[bool, boo
     if options is not None and not isinstance(options, dict):
         raise wrong("stream_options", options, "an object")
     if strict and options is not None and not stream:
-        raise unsupported("stream_options", "an object", "is for streams alone", "send stream: true with it")
+        raise unsupported("stream_options", "an object", "is only for streams", "send stream: true with it")
     for name, value in (options or {}).items():
         if strict and name != "include_usage" and not (name == "include_obfuscation" and value is False):
             raise unsupported(f"stream_options.{name}", value, "is not supported here")
@@ -167,4 +167,4 @@ def calls_wanted(choice: object, tools: bool, strict: bool) -> bool:
         return False
     if choice in (None, "auto") or not strict:
         return tools
-    raise unsupported("tool_choice", choice, "calls cannot be forced: it would change how tokens are drawn")
+    raise unsupported("tool_choice", choice, "calls cannot be forced: this would change how tokens are drawn")
