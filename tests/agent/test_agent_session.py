@@ -163,7 +163,7 @@ def test_a_message_may_use_what_the_context_has_left():
 
 
 def test_a_prompt_that_fills_the_context_is_refused():
-    with pytest.raises(ConfigError, match="fills the whole context"):
+    with pytest.raises(ConfigError, match="does not fit the context"):
         new_session(SessionLimits(max_tokens=4))
 
 

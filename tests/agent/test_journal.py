@@ -249,7 +249,7 @@ def test_damage_before_the_end_is_told(tmp_path):
 def test_what_is_no_journal_is_refused(tmp_path, data):
     path = tmp_path / "s.jsonl"
     path.write_bytes(data)
-    with pytest.raises(StoreError, match="no journal"):
+    with pytest.raises(StoreError, match="not the journal"):
         replay(path, renderer())
     with pytest.raises(StoreError):
         replay(tmp_path / "none.jsonl", renderer())

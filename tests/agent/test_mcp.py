@@ -303,7 +303,7 @@ def test_a_server_whose_program_is_missing_is_the_users_mistake(command):
 
 
 def test_a_server_that_does_not_start_is_named():
-    with pytest.raises(InfrastructureError, match=r"agent\.mcp\.bad: the MCP server does not start"):
+    with pytest.raises(InfrastructureError, match=r"agent\.mcp\.bad: the MCP server did not start"):
         asyncio.run(describe_servers({"bad": McpConfig(command="/bin/false", where="host")}))
 
 

@@ -483,9 +483,9 @@ def test_tools_of_an_mcp_server_act_outside_and_are_asked_about(root: Path, appl
 @pytest.mark.parametrize(
     ("named", "words"),
     [
-        (["echo"], "is no MCP server"),
-        (["Echo=true"], "is no MCP server"),
-        (["echo=it's"], "is no MCP server"),
+        (["echo"], "is not a valid MCP server"),
+        (["Echo=true"], "is not a valid MCP server"),
+        (["echo=it's"], "is not a valid MCP server"),
         (["echo=true", "echo=false"], "names a server twice"),
     ],
 )

@@ -94,7 +94,7 @@ def test_a_killed_evaluation_of_an_endpoint_goes_on_where_it_was(
     server, observer = serve(SOLVES), RecordingObserver()
     server.refuses_after = 5
     request = EvaluationRequest(server.url, str(suite), max_sessions=1, out=tmp_path / "a", options=OPTIONS)
-    with pytest.raises(ConfigError, match="another key"):
+    with pytest.raises(ConfigError, match="rejected the key"):
         evaluate(request, SilentObserver())
     assert not (tmp_path / "a" / "result.json").exists()
     server.refuses_after = 1_000

@@ -134,10 +134,10 @@ def test_a_server_outside_that_ends_is_infrastructure_and_never_a_reward() -> No
 
 
 def test_a_server_that_needs_a_sandbox_or_a_variable_is_refused_without_it() -> None:
-    with pytest.raises(ConfigError, match="no sandbox here"):
+    with pytest.raises(ConfigError, match="no sandbox to start it"):
         asyncio.run(describe_unknown(INSIDE))
     missing = {"lines": OUTSIDE["lines"].model_copy(update={"env": {"KEY": "env:ETUDE_NO_SUCH"}})}
-    with pytest.raises(ConfigError, match="no such variable"):
+    with pytest.raises(ConfigError, match="variable is not set"):
         asyncio.run(describe_unknown(missing))
-    with pytest.raises(ConfigError, match="its tools are not known"):
+    with pytest.raises(ConfigError, match="its tools are unknown"):
         agent_registry(AgentConfig(mcp=INSIDE))

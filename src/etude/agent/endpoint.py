@@ -60,7 +60,7 @@ class Endpoint:
     def __post_init__(self) -> None:
         check_address(self.url, "--endpoint")
         if not self.model:
-            raise ConfigError("is missing", field="--model-name", fix="name the model that is served there")
+            raise ConfigError("is missing", field="--model-name", fix="name a model that the endpoint serves")
 
     @property
     def key(self) -> str | None:
@@ -73,7 +73,7 @@ class Endpoint:
                 "this environment variable is not set",
                 field="--key-variable",
                 received=self.key_variable,
-                fix="set it to the endpoint's key, or leave the option out",
+                fix="set it to the endpoint's key, or omit the option",
             )
         return key
 
@@ -178,7 +178,7 @@ class EndpointSampler(Sampler):
 
     async def _answer_tokens(self, request: SampleRequest, task: asyncio.Task[Answer]) -> NDArray[np.int32]:
         if request.prefix_digest is not None:
-            raise SamplerError("no prefixes are held here", field="prefix_digest")
+            raise SamplerError("an endpoint keeps no prefixes", field="prefix_digest")
         return answer_tokens(await task, self._renderer)
 
     async def _request_answer(self, tokens: NDArray[np.int32]) -> Answer:
@@ -197,14 +197,14 @@ class EndpointSampler(Sampler):
                 "the endpoint dropped the request",
                 field="endpoint",
                 received=error.message,
-                fix=f"see whether a server answers at {self.endpoint.url}, or correct the address",
+                fix=f"check that a server answers at {self.endpoint.url}, or correct the address",
             ) from error
         except TimeoutError as error:
             raise SamplerError(
                 "the answer took too long",
                 field="endpoint",
                 received=f"{_ANSWER_S} s",
-                fix="have the server do less at once, or use a faster model",
+                fix="reduce the load on the server, or use a faster model",
             ) from error
 
     def _body(self, tokens: NDArray[np.int32]) -> dict[str, Any]:
@@ -226,12 +226,14 @@ class EndpointSampler(Sampler):
         received = f"{status} {body[:_ERROR_CHARACTERS]}".strip()
         if status in (408, 409, 425, 429) or status >= 500:
             self._not_before_s = time.monotonic() + _retry_after_s(answer.headers.get("retry-after", ""))
-            fix = "wait until the server has less to do, or have fewer sessions at once"
-            return SamplerError("the endpoint refused for now", field="endpoint", received=received, fix=fix)
+            fix = "wait until the server is less busy, or run fewer sessions at once"
+            return SamplerError(
+                "the endpoint is temporarily unavailable", field="endpoint", received=received, fix=fix
+            )
         if status in (401, 403):
-            fix = "name the environment variable that holds its key with --key-variable"
-            return ConfigError("the endpoint wants another key", field="endpoint", received=received, fix=fix)
-        fix = "check its address, --model-name and whether the model takes tools (else --tool-calls text)"
+            fix = "name the environment variable with its key: --key-variable"
+            return ConfigError("the endpoint rejected the key", field="endpoint", received=received, fix=fix)
+        fix = "check its address and --model-name; use --tool-calls text if the model takes no tools"
         return ConfigError("the endpoint refused the request", field="endpoint", received=received, fix=fix)
 
     def _chunk(self, tokens: NDArray[np.int32], finish: str) -> SampleChunk:

@@ -31,7 +31,7 @@ async def read_stream(chunks: AsyncIterator[bytes], on_event: OnEvent) -> Answer
             break
         _apply_event(_document(data), answer, on_event)
     if answer.finish is None:
-        raise _broken("the stream ended before the answer did", "no end")
+        raise _broken("the stream ended before the answer", "no end")
     return answer
 
 
@@ -50,7 +50,7 @@ def read_document(text: str, on_event: OnEvent) -> Answer:
 
 
 def _broken(message: str, received: str) -> SamplerError:
-    fix = "see the log of the server, and whether it speaks OpenAI's chat completions"
+    fix = "check the server's log, and whether it implements OpenAI's chat completions"
     return SamplerError(message, field="stream", received=received, fix=fix)
 
 

@@ -184,7 +184,7 @@ def session_from_description(document: Mapping[str, Any], renderer: Renderer) ->
     for name, digest in digests.items():
         if document[name] != digest:
             raise ConfigError(
-                f"the session was recorded with another one ({document[name][:12]})",
+                f"the session was recorded with a different one ({document[name][:12]})",
                 field=name,
                 received=digest[:12],
                 fix="resume it with the tokenizer and tools that it began with",
@@ -221,14 +221,14 @@ def replay(path: Path, renderer: Renderer, turns: int | None = None) -> tuple[Ag
     try:
         lines, _ = read_lines(path, xxh3_64_hexdigest)
     except OSError as error:
-        raise StoreError("no journal can be read here", field="path", received=str(path)) from error
+        raise StoreError("the journal cannot be read", field="path", received=str(path)) from error
     session, state, _ = _replayed(_until(_checked(lines, path), turns), renderer, {}, path)
     return session, state
 
 
 def _checked(lines: list[dict[str, Any]], path: Path) -> list[dict[str, Any]]:
     if not lines or lines[0].get("kind") != "session" or lines[0].get("format") != FORMAT:
-        raise StoreError("this is no journal of a session", field="path", received=str(path))
+        raise StoreError("is not the journal of a session", field="path", received=str(path))
     return lines
 
 
@@ -266,7 +266,7 @@ def _replayed(
                     known = known if begun else {}
                     state = ToolState.from_dict(line["tools"]) if kind == "results" else state
     except (KeyError, ValueError, TypeError, AssertionError) as error:
-        raise StoreError("the journal makes no sense", field=str(path), received=repr(error)) from error
+        raise StoreError("the journal is inconsistent", field=str(path), received=repr(error)) from error
     action = session.next_action()
     if begun and isinstance(action, RunCalls):
         known |= _interrupted(action.calls, known, tools)

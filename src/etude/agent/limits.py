@@ -60,5 +60,5 @@ def too_small(message: str, received: int, needed: int) -> ConfigError:
         message,
         field="agent.max_tokens",
         received=received,
-        fix=f"allow more than {needed} tokens, or ask for less",
+        fix=f"allow more than {needed} tokens, or shorten the prompt",
     )

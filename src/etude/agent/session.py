@@ -83,11 +83,11 @@ class AgentSession:
         self._open_context(self.instruction, Relation.ROOT, None)
         length, limit = self.recording.length, self.limits.max_tokens
         if length >= limit:
-            raise too_small("the prompt fills the whole context", limit, length)
+            raise too_small("the prompt does not fit the context", limit, length)
         if self.summary is not None:
             needed = self.summary.at_tokens + self.limits.max_message_tokens + self._budget.reserve
             if needed > limit:
-                raise too_small("trigger, one message and a summary do not fit the context", limit, needed)
+                raise too_small("the summary limit, one message and a summary do not fit", limit, needed)
 
     @property
     def recording(self) -> Recording:

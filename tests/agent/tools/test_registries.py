@@ -61,5 +61,5 @@ def test_a_restricted_tool_takes_the_named_parameters_only():
 
 
 def test_two_tools_of_one_name_are_refused():
-    with pytest.raises(ConfigError, match="two tools have one name"):
+    with pytest.raises(ConfigError, match="two tools have the same name"):
         Registry([SearchReplace(), SearchReplace(strict=True)])

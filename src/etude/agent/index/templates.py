@@ -159,7 +159,7 @@ class _TemplateIndex:
             # Waits for the thread: it could otherwise outlive the build and write after clean-up.
             return await finish_in_thread(lay_out, self._template, directory)
         if self._make is None:
-            raise ResourceError("the files of an image can be read in a sandbox only", field="agent.index")
+            raise ResourceError("the files of an image can only be read in a sandbox", field="agent.index")
         async with await self._make() as sandbox:
             return await lay_out_from(sandbox, self._template, directory)
 
@@ -169,7 +169,7 @@ class _TemplateIndex:
         return await grep.GrepIndex.build(root, folder / digest, key=digest)
 
     def _failed(self, error: BaseException) -> None:
-        self._owner.report(f"no {'code' if self._grep is None else 'whole code'} index: {error}")
+        self._owner.report(f"no {'code' if self._grep is None else 'complete code'} index: {error}")
 
 
 def lay_out(template: Template, directory: Path) -> Path:

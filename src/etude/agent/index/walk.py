@@ -28,7 +28,7 @@ def walk(root: Path) -> Listing:
     """
     if not root.is_dir():
         raise ConfigError(
-            "is no directory", field="root", received=str(root), fix="name the root of a source tree"
+            "is not a directory", field="root", received=str(root), fix="name the root of a source tree"
         )
     listing, queue = Listing(), [b""]
     while queue:

@@ -56,7 +56,7 @@ async def _described(name: str, config: McpConfig, sandbox: Sandbox | None) -> M
     if is_program and shutil.which(transport.command, path=(transport.env or {}).get("PATH")) is None:
         raise ConfigError(
             "there is no such program here", field=f"agent.mcp.{name}.command", received=transport.command,
-            fix="install it, or give its path",
+            fix="install it, or name its path",
         )  # fmt: skip
     async with _connected(name, config, sandbox) as client:
         tools = await _offered(name, config, client)
@@ -126,7 +126,7 @@ class SessionServers:
         raise InfrastructureError(
             f"the MCP server failed: {words}",
             field=f"agent.mcp.{server}",
-            fix="see what it logs; one that is started by a command is started again with the next session",
+            fix="check its log; a server with a command is restarted for the next session",
         ) from error
 
     async def _hold_connections(self, connected: asyncio.Future[None]) -> None:
@@ -165,10 +165,10 @@ def parse_server(text: str) -> tuple[str, McpConfig]:
         words = []
     if not words or not SERVER_NAME.fullmatch(name):
         raise ConfigError(
-            "is no MCP server",
+            "is not a valid MCP server",
             field="--mcp",
             received=text,
-            fix="give a name in lower_snake_case for its tools and a command, such as --mcp "
+            fix="write a name in lower_snake_case and a command, such as --mcp "
             '"github=github-mcp-server stdio"',
         )
     return name, McpConfig(command=command, where="host")
@@ -179,10 +179,10 @@ def _check_alike(name: str, config: McpConfig, offered: list[ServedTool]) -> Non
     if offered != known:
         shown = ", ".join(tool.name for tool in offered if tool not in known)
         raise InfrastructureError(
-            "the MCP server offers other tools than when the run began",
+            "the MCP server offers other tools than at the start of the run",
             field=f"agent.mcp.{name}",
             received=shown or "fewer",
-            fix="give it the version that it had then, or begin another run",
+            fix="restore the version that it had then, or start a new run",
         )
 
 
@@ -195,7 +195,7 @@ def _transport(name: str, config: McpConfig, sandbox: Sandbox | None) -> Any:
         return StdioServerParameters(command=command, args=arguments, env=_environment(name, config))
     if sandbox is None:
         raise ConfigError(
-            "there is no sandbox here to start it in",
+            "there is no sandbox to start it in",
             field=f"agent.mcp.{name}.where",
             received=config.where,
             fix='set it to "host"',
@@ -214,10 +214,10 @@ def _environment(name: str, config: McpConfig) -> dict[str, str]:
             found[key] = os.environ[source]
         else:
             raise ConfigError(
-                "there is no such variable here",
+                "this environment variable is not set",
                 field=f"agent.mcp.{name}.env.{key}",
                 received=value,
-                fix=f"set {source} where the server is started from, or give a value",
+                fix=f"set {source} where the server is started, or write the value itself",
             )
     return found
 
@@ -233,10 +233,10 @@ async def _connected(name: str, config: McpConfig, sandbox: Sandbox | None) -> A
             await _started(name, client.__aenter__())
         except InfrastructureError as error:
             stderr = transport.stderr_tail if isinstance(transport, SandboxTransport) else _end_of(log)
-            error.message += f"; it says: {stderr}" if stderr else ""
+            error.message += f"; its error output: {stderr}" if stderr else ""
             if config.is_in_sandbox:
                 error.fix = (
-                    "run its command by hand in a sandbox, which lacks programs of this machine; "
+                    "run its command in a sandbox to test it (this machine's programs are missing there); "
                     f'agent.mcp.{name}.where = "host" starts it here'
                 )
             raise
@@ -262,9 +262,9 @@ async def _started(name: str, work: Awaitable[_Answer]) -> _Answer:
             return await work
     except (OSError, MCPError, TimeoutError, ValidationError, ExceptionGroup) as error:
         raise InfrastructureError(
-            f"the MCP server does not start: {_cause(error)}"[:400],
+            f"the MCP server did not start: {_cause(error)}"[:400],
             field=f"agent.mcp.{name}",
-            fix="run its command by hand where it is to run, or open its url",
+            fix="run its command yourself to test it, or open its url",
         ) from error
 
 

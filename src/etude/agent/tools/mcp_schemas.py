@@ -48,7 +48,7 @@ def parameters_of(schema: Mapping[str, Any]) -> dict[str, Parameter]:
         parameter = _parameter(own_name(name), described, name in required)
         if parameter.name in {known.name for known in found.values()}:
             raise ConfigError(
-                "two parameters get one name",
+                "two parameters get the same name",
                 field="agent.mcp: parameter",
                 received=name,
                 fix="leave the tool out",

@@ -47,18 +47,18 @@ def read_described(name: str, config: McpConfig) -> list[ServedTool]:
     """Inverse of `write_described`. Raises ConfigError if it is missing or invalid."""
     if not config.described:
         raise ConfigError(
-            "its tools are not known: the server was not asked",
+            "its tools are unknown: the server was not queried",
             field=f"agent.mcp.{name}",
-            fix="begin with `etude train`, which asks it",
+            fix="begin with `etude train`, which queries it",
         )
     try:
         return _SERVED.validate_json(config.described)
     except ValidationError as error:
         raise ConfigError(
-            "is no description of tools",
+            "is not a description of tools",
             field=f"agent.mcp.{name}.described",
             received=str(error)[:200],
-            fix="leave it out: it is filled in when a run begins",
+            fix="remove it: it is filled in when a run begins",
         ) from None
 
 

@@ -135,7 +135,7 @@ def _checked(tools: Sequence[Tool]) -> Registry:
     for name in names:
         if names.count(name) > 1 or name in parameters:
             raise ConfigError(
-                "names a parameter or another tool too",
+                "is also the name of a parameter or another tool",
                 field="agent.mcp",
                 received=name,
                 fix="give the server another name, or leave the tool out",

@@ -45,7 +45,7 @@ class Registry(Mapping[str, Tool]):
         self._tools: dict[str, Tool] = {}
         for tool in tools:
             if tool.schema.name in self._tools:
-                raise ConfigError("two tools have one name", field="tools", received=tool.schema.name)
+                raise ConfigError("two tools have the same name", field="tools", received=tool.schema.name)
             self._tools[tool.schema.name] = tool
 
     def __getitem__(self, name: str) -> Tool:

@@ -91,7 +91,7 @@ def test_an_index_takes_the_place_of_another_and_of_nothing_else(tmp_path: Path)
     assert len(list((tmp_path / "index").iterdir())) == 2
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes").write_text("mine")
-    with pytest.raises(ConfigError, match="no index: notes"):
+    with pytest.raises(ConfigError, match="not of an index: notes"):
         asyncio.run(GrepIndex.build(tree, tmp_path / "mine"))
     assert (tmp_path / "mine" / "notes").read_text() == "mine"
 

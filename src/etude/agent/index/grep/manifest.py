@@ -53,7 +53,7 @@ def check_replaceable(into: Path) -> None:
     others = [path.name for path in into.iterdir() if not _OURS.fullmatch(path.name)] if into.exists() else []
     if others:
         raise ConfigError(
-            f"holds what is no index: {others[0]}",
+            f"contains files that are not of an index: {others[0]}",
             field="index",
             received=str(into),
             fix="name a new directory",

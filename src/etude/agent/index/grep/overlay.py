@@ -121,10 +121,10 @@ def _checked(path: str) -> bytes:
     parts = name.split(b"/")
     if b".." in parts or b"" in parts or b"." in parts or b"\0" in name:
         raise ConfigError(
-            "is no path below the root",
+            "is not a path below the root",
             field="path",
             received=path,
-            fix="give names joined by single slashes",
+            fix="use names joined by single slashes",
         )
     return name
 
