@@ -113,9 +113,7 @@ class History:
         if place is None or place == len(self.turns):
             return None
         if not 0 <= place < len(self.turns):
-            raise UserError(
-                "skips turns", field="turn", received=place, fix=f"the next turn is {len(self.turns)}"
-            )
+            raise UserError("skips turns", field="turn", received=place, fix=f"send turn {len(self.turns)}")
         kept = self.turns[place]
         if kept.calls != tuple(calls):
             raise TurnConflictError(

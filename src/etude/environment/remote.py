@@ -64,7 +64,7 @@ class RemoteEnvironment:
         """
         if re.fullmatch(r"[A-Za-z0-9_-]+", session_id) is None:
             raise UserError(
-                "is no id of a session", field="session", received=session_id, fix="one that `list` shows"
+                "is not a session id", field="session", received=session_id, fix="use one that `list` shows"
             )
         row = await self.connection.call("GET", f"/sessions/{session_id}", again=True)
         return RemoteSession(self, row, num_turns)

@@ -78,4 +78,4 @@ def _refuse_constant(text: str) -> NoReturn:
 
 
 def _too_deep() -> UserError:
-    return UserError("is nested too deeply", field="body", fix=f"at most {MOST_LEVELS} levels")
+    return UserError("is nested too deeply", field="body", fix=f"nest at most {MOST_LEVELS} levels")

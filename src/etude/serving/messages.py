@@ -30,7 +30,7 @@ def check_fields(raw: object, fields: Fields) -> Header:
         raise UserError("must be a JSON object", field="body", received=plain(raw), fix="send an object")
     unknown = sorted(set(raw) - set(fields))
     if unknown:
-        raise UserError("unknown field", field=unknown[0], fix="one of " + ", ".join(fields))
+        raise UserError("unknown field", field=unknown[0], fix="use one of " + ", ".join(fields))
     for name, kinds in fields.items():
         value = raw.get(name)
         wanted = (*kinds, int) if float in kinds else kinds

@@ -23,7 +23,7 @@ def check_index(kind: str) -> None:
             "no such index",
             field="agent.index",
             received=kind,
-            fix="one of " + ", ".join(get_args(IndexName)),
+            fix="use one of " + ", ".join(get_args(IndexName)),
         )
     if kind == "meaning":
         # Heavy.

@@ -121,7 +121,7 @@ async def create_session(host: SessionHost, tenant: str, named: Mapping[str, Any
             "a session needs exactly one source",
             field="body",
             received=given,
-            fix="one of " + ", ".join(SOURCES),
+            fix="use one of " + ", ".join(SOURCES),
         )
     async with host.reserve(tenant):
         if given == ["fork"]:

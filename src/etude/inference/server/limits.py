@@ -58,14 +58,14 @@ class Key:
                 "more samples in one request than the key may run at once",
                 field="n",
                 received=num_requests,
-                fix=f"at most {limit}",
+                fix=f"ask for at most {limit}",
             )
         if limit and self.running + num_requests > limit:
             raise RateLimitError(
                 "too many requests at once",
                 field="Authorization",
                 received=self.running + num_requests,
-                fix=f"at most {limit} at the same time; wait for one to end",
+                fix=f"send at most {limit} at the same time; wait for one to end",
             )
         self._fill()
         rate = self.limits.tokens_per_minute
@@ -74,7 +74,7 @@ class Key:
                 "too many tokens in this minute",
                 field="Authorization",
                 received=round(rate - self._level),
-                fix=f"at most {rate} tokens a minute",
+                fix=f"use at most {rate} tokens a minute",
                 retry_after_s=(1 - self._level) * 60 / rate,
             )
         self.running += num_requests

@@ -83,7 +83,7 @@ async def call(request: Request, method: str) -> Response:
     desk = _desk_of(request)
     loan = desk.find(bearer_of(request.headers))
     if method not in _CALLS:
-        raise RouteError("no such call", field="path", received=method, fix=f"one of {', '.join(_CALLS)}")
+        raise RouteError("no such call", field="path", received=method, fix=f"use one of {', '.join(_CALLS)}")
     work, kinds = _CALLS[method]
     try:
         data = await data_of(request)

@@ -215,5 +215,5 @@ class Engine:
             f"{self.program} {word}: {reason}",
             field="sandbox.backend",
             received=self.program,
-            fix=f"see whether `{self.program} {word}` works in a shell",
+            fix=f"check whether `{self.program} {word}` works in a shell",
         )

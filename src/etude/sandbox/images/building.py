@@ -128,7 +128,7 @@ async def _build_whole(build: BuildInputs, name: str, store: ImageStore, on_line
         raise TemplateError(
             f"the build took longer than {options.deadline_s:g} s and was ended", field=build.dockerfile,
             received=str(build.context),
-            fix="make it shorter, or allow it more: `--timeout`, for tasks `environment.build_timeout_sec`",
+            fix="shorten it, or allow more time with `--timeout` (tasks: `environment.build_timeout_sec`)",
         ) from error  # fmt: skip
 
 

@@ -72,7 +72,7 @@ def import_image(source: Path, store: ImageStore, name: str, reference: str | No
                 "is neither an OCI layout nor an archive of `docker save`",
                 field="image",
                 received=str(source),
-                fix="it must hold index.json or manifest.json",
+                fix="name one that contains index.json or manifest.json",
             )
         diff_ids = _diff_ids(config, len(layers))
         found = [
@@ -178,7 +178,7 @@ def _diff_ids(config: Document, num_layers: int) -> list[str]:
     if config.get("os", "linux") != "linux" or config.get("architecture") != machine:
         raise TemplateError(
             "is an image for another platform", field="image",
-            received=f"{config.get('os')}/{config.get('architecture')}", fix=f"take one for linux/{machine}",
+            received=f"{config.get('os')}/{config.get('architecture')}", fix=f"use one for linux/{machine}",
         )  # fmt: skip
     diff_ids = _field(_field(config, "rootfs", dict, "configuration"), "diff_ids", list, "configuration")
     if len(diff_ids) != num_layers or num_layers > _MAX_LAYERS:

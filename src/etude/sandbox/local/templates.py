@@ -76,7 +76,7 @@ def pack_files(template: Template) -> int:
             "the files are too large together",
             field="template.files",
             received=str(error),
-            fix=f"at most {MAX_PAYLOAD_BYTES} bytes, and {MAX_HEADER_BYTES} of names; upload the rest",
+            fix=f"send at most {MAX_PAYLOAD_BYTES} bytes, and {MAX_HEADER_BYTES} of names; upload the rest",
         ) from error
     packed = os.memfd_create("template")
     with os.fdopen(os.dup(packed), "wb") as file:

@@ -87,7 +87,7 @@ def _unpack(body: bytes) -> list[tuple[Header, bytes]]:
     check_values(body[_SIZES_BYTES : _SIZES_BYTES + int.from_bytes(body[:4], "little")])
     frames = Unpacker().feed(body)
     if any(is_too_deep(header) for header, _ in frames):
-        raise UserError("is nested too deeply", field="body", fix=f"at most {MOST_LEVELS} levels")
+        raise UserError("is nested too deeply", field="body", fix=f"nest at most {MOST_LEVELS} levels")
     return frames
 
 

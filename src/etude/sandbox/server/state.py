@@ -211,7 +211,7 @@ class ServerState:
                 "this server has no such backend",
                 field="backend",
                 received=name,
-                fix="one of " + ", ".join(self.backends),
+                fix="use one of " + ", ".join(self.backends),
             )
         return name, self.backends[name]
 

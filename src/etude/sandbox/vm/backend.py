@@ -57,7 +57,7 @@ class VmBackend(MachineBackend):
         super().__init__(state)
         if accelerator not in (None, "kvm", "tcg"):
             raise ConfigError(
-                "unknown accelerator", field="accelerator", received=accelerator, fix="kvm or tcg"
+                "unknown accelerator", field="accelerator", received=accelerator, fix="use kvm or tcg"
             )
         self._accelerator = accelerator
         self._step = on_step
