@@ -191,7 +191,7 @@ def test_a_run_leaves_out_what_fails_or_does_not_start(tmp_path: Path) -> None:
     forgeable = "an agent could forge the verdict on 2 of these (100%)"
     assert words[0] == f"tasks: 2 of 3 in {tasks} are verified; {forgeable}"
     assert words[1].startswith("  left out: broken: its reference solution fails: ")
-    assert words[2].startswith("  forgeable: one: tests/test.sh::reward: code of the agent's")
+    assert words[2].startswith("  forgeable: one: tests/test.sh::reward: the agent's code")
     family = open_family(config(family="directory", directory=str(tasks)))
     assert list(family.notes) == words
     assert len(family.evaluation_tasks("heldout", 9)) == 1
@@ -214,7 +214,7 @@ def test_the_command_lists_what_fails_and_what_is_forgeable(tmp_path: Path) -> N
     write_task(tasks / "script")
     right = etude("tasks", "check", str(tasks))
     assert right.exit_code == 0
-    assert right.stdout.startswith("script: forgeable: tests/test.sh::reward: code of the agent's")
+    assert right.stdout.startswith("script: forgeable: tests/test.sh::reward: the agent's code")
     write_task(tasks / "broken", "#!/bin/sh\ntrue\n")
     found = etude("tasks", "check", str(tasks), "--json")
     assert found.exit_code == 1

@@ -288,7 +288,7 @@ def test_tests_are_open_whose_own_values_could_not_be_found(error: str | None, t
 
     twins = asyncio.run(TwinFinder([hidden], {}).find(run))
     assert [*twins.open_tests.values()] == [
-        f"what it computes is not known: {error or 'the reference solution hangs'}"
+        f"what it computes is unknown: {error or 'the reference solution hangs'}"
     ]
 
 

@@ -47,7 +47,7 @@ from etude.sandbox.types import CommandResult, Resources
 from etude.tasks.archives import pack_texts
 from etude.tasks.exams import MAX_OUTCOME_BYTES, OUTCOMES, read_exams, read_outcomes
 
-FORGEABLE = "code of the agent's runs in the same sandbox as tests/test.sh, and could write the reward itself"
+FORGEABLE = "the agent's code runs in the same sandbox as tests/test.sh and could write the reward itself"
 _MAX_SOLUTION_S = 3600.0
 """Time limit of a reference solution whose task gives the agent none."""
 _LOGS = "/logs/verifier"

@@ -149,7 +149,7 @@ class TwinFinder:
             paths = list(files)[first : first + _MOST_AT_ONCE]
             report = await run(_WATCHING | {path: files[path] for path in paths}, paths, len(paths))
             if report.error is not None:
-                return f"the reference solution does not get through it: {report.error}"
+                return f"the reference solution does not complete it: {report.error}"
             results |= {(result.path, result.name): result for result in report.results}
         base = {test: self._observe(results.get((test.path, test.name)), test) for test in self._tests}
         for path, (test, change) in tried.items():
@@ -197,7 +197,7 @@ class TwinFinder:
         reports = [await run(files, list(files), 1) for _ in range(2)]
         for report in reports:
             if report.error is not None or report.timed_out:
-                return f"what it computes is not known: {report.error or 'the reference solution hangs'}"
+                return f"what it computes is unknown: {report.error or 'the reference solution hangs'}"
         one, other = map(oracles_in, reports)
         known = {
             test: stable_oracles(one.get((test.path, test.name), {}), other.get((test.path, test.name), {}))
@@ -255,7 +255,7 @@ class TwinFinder:
         if base[test].failure is not None:
             return f"the reference solution fails it: {base[test].failure}"
         if self._turning[test]:
-            return "the reference solution does not answer a changed test alike each time"
+            return "the reference solution gives different outcomes for a changed test"
         all_tried = len(self._own[test]) <= self._most_own and len(self._shared) <= _MOST_SHARED
         if all_tried and self._files[test.path].keeps_secret(test):
             return None

@@ -299,7 +299,7 @@ def _find_forged_test(
     for test, known in twins.oracles.items():
         here = found.get((test.path, test.name), {})
         if test not in failures and any(here.get(index) != values for index, values in known.items()):
-            return f"{test.name}: computes something else than beside the reference solution: it is forged"
+            return f"{test.name}: computes other values than with the reference solution: it is forged"
     return None
 
 

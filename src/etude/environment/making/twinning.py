@@ -85,7 +85,7 @@ class ProjectTwins:
         exams = [Exam({}, tuple(sorted({*failing, *passing})))]
         exams += [self._exam(used, chosen, changer) for chosen in plan]
         guarded = _guarded(twin for chosen in plan for twin in chosen.values())
-        reason = "no exam changes a value or exception in it so that the project's own text fails it by that"
+        reason = "no exam changes a value or exception in it such that the project's own code fails it"
         common = {f"hidden/{path}": changer.unchanged[path] for path in self.files}
         return ExamSet(tuple(exams), dict.fromkeys(sorted(wanted - guarded), reason), common)
 
