@@ -467,7 +467,7 @@ PIECE, RESULT = pack({"event": "piece"}, b"1" * 1000), pack({"event": "result", 
 @pytest.mark.parametrize(
     ("reply", "text"),
     [
-        ([PIECE], "middle"),
+        ([PIECE], "incomplete"),
         ([PIECE, RESULT], "stream is incomplete"),
         ([PIECE, pack({"event": "end", "num_bytes": 1001}), RESULT], "stream is incomplete"),
         ([PIECE, pack({"event": "end", "num_bytes": 1000}), PIECE, RESULT], "stream is incomplete"),
@@ -527,7 +527,7 @@ HEAD = b"HTTP/1.1 200 OK\r\nconnection: close\r\ntransfer-encoding: chunked\r\n\
     ("reply", "kind", "text"),
     [
         (b"", SandboxLostError, "failed"),
-        (HEAD + b"5\r\nabcde\r\n0\r\n\r\n", SandboxLostError, "middle"),
+        (HEAD + b"5\r\nabcde\r\n0\r\n\r\n", SandboxLostError, "incomplete"),
         (HEAD + b"10\r\n\x01\x00\x00\x00\x00\x00\x00\x00{xxxxxxx\r\n0\r\n\r\n", SandboxLostError, "JSON"),
         (HEAD + b"a\r\nabc", SandboxLostError, "failed"),
         (b"HTTP/1.1 404 Not Found\r\ncontent-length: 2\r\n\r\nno", SandboxError, "no sandbox server"),

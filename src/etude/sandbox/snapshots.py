@@ -405,7 +405,7 @@ def unpack_files(source: Path, directory: Path) -> None:
         with tarfile.open(source, "r:") as archive:
             for member in archive:
                 if not member.isreg() or member.issparse() or not _NAME.fullmatch(member.name):
-                    raise _error(source.name, f"contains {member.name!r}", "name an exported snapshot")
+                    raise _error(source.name, f"holds {member.name!r}", "name an exported snapshot")
                 file = archive.extractfile(member)
                 assert file is not None, "a regular member has contents"
                 with (directory / member.name).open("wb") as target:

@@ -102,7 +102,7 @@ def test_a_replica_leaves_when_its_last_request_has_ended() -> None:
 
 def test_a_name_cannot_join_twice() -> None:
     members = members_of("a")
-    with pytest.raises(ConfigError, match="member"):
+    with pytest.raises(ConfigError, match="already exists"):
         members.join("a")
 
 

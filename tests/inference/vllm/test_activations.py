@@ -59,7 +59,7 @@ async def test_what_a_server_that_is_gone_sampled_is_refused() -> None:
     history = History()
     activation = history.create(PolicyVersion("run", 0), "keep")
     history.refuse_pending()
-    with pytest.raises(SamplerError, match="refused"):
+    with pytest.raises(SamplerError, match="rejected"):
         await history.verified(activation.label)
     with pytest.raises(SamplerError, match="from unknown weights"):
         await history.verified("other")
