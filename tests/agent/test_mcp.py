@@ -309,7 +309,7 @@ def test_a_server_that_does_not_start_is_named():
 
 def test_a_server_that_does_not_start_says_why(capfd):
     command = shlex.join([sys.executable, "-c", "import sys; sys.exit('no token for the issues')"])
-    with pytest.raises(InfrastructureError, match="it says: no token for the issues"):
+    with pytest.raises(InfrastructureError, match="its error output: no token for the issues"):
         asyncio.run(describe_servers({"bad": McpConfig(command=command, where="host")}))
     assert "no token" not in capfd.readouterr().err
 

@@ -193,7 +193,7 @@ def test_a_base_that_was_changed_in_memory_is_noticed(tmp_path: Path) -> None:
         held = subscriber.fetch(manifests[0])
         held["frozen"].zero_()
         assert_is(1, subscriber.fetch(manifests[1]))
-    assert "other weights" in subscriber.counters.last_fallback
+    assert "these weights differ" in subscriber.counters.last_fallback
 
 
 def test_damage_on_the_way_is_fetched_again(tmp_path: Path) -> None:

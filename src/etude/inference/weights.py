@@ -182,7 +182,7 @@ def check_factors_fit(model: nn.Module, pairs: Mapping[str, Pair], version: Poli
         fits = name in own and shape == own[name].shape and left.shape[-1] == right.shape[-2]
         if not fits or not bool(left.isfinite().all() and right.isfinite().all()):
             raise WeightUpdateError(
-                "is not finite" if fits else "does not fit the model",
+                "is not finite" if fits else "is of another model",
                 field=f"{ADAPTER_PREFIX}{name}",
                 received=f"{tuple(left.shape)} and {tuple(right.shape)}",
                 fix="publish adapters of the base model in service",

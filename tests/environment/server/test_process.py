@@ -75,7 +75,7 @@ def test_the_command_says_so_without_a_traceback(tmp_path: Path) -> None:
 
 
 def test_a_host_that_is_not_this_machines_is_refused() -> None:
-    with pytest.raises(ConfigError, match="no address of this machine") as caught:
+    with pytest.raises(ConfigError, match="not an address of this machine") as caught:
         open_listeners("192.0.2.1", 0)
     assert caught.value.field == "host"
 

@@ -158,7 +158,7 @@ def test_another_base_is_refused_as_such(name: str) -> None:
 @pytest.mark.parametrize("base", [None, {}])
 def test_no_base_at_all_is_refused_as_such(base: dict[str, Tensor] | None) -> None:
     update = encode_update(*_model())
-    with pytest.raises(WeightUpdateError, match="other weights"):
+    with pytest.raises(WeightUpdateError, match="these weights differ"):
         apply_update(base, update)
 
 

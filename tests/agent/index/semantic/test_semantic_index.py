@@ -349,7 +349,7 @@ async def test_a_file_rewritten_within_a_tick_of_its_time_stamp_is_read_again(tm
 @in_loop
 async def test_a_directory_that_is_none_is_refused(tmp_path: Path) -> None:
     index = await SemanticIndex.open(tmp_path / "store", tmp_path / "missing")
-    with pytest.raises(ConfigError, match="no directory"):
+    with pytest.raises(ConfigError, match="not a directory"):
         await index.update()
     await index.close()
 
