@@ -158,7 +158,7 @@ def test_a_session_that_we_failed_cannot_be_submitted() -> None:
             await refused(far)
             assert (await far.describe())["state"] == "open"
             assert (await far.submit(Status.DONE, "")).reward.total <= 0
-            with pytest.raises(UserError, match="no id"):
+            with pytest.raises(UserError, match="not a session id"):
                 await server.connect("../tasks")
 
     asyncio.run(scenario())

@@ -143,7 +143,7 @@ def test_one_of_several_images_is_chosen_by_its_name(store: ImageStore, tmp_path
     path = layout.index(*named).write(tmp_path / "in")
     command = ["sandbox", "image", "import", str(path), "x", "--state", str(tmp_path / "state")]
     for wrong in ([], ["--tag", "c"]):
-        assert r"there (`--tag`): a, b" in etude(*command, *wrong).stderr
+        assert r"in it (`--tag`): a, b" in etude(*command, *wrong).stderr
     assert etude(*command, "--tag", "b").exit_code == 0
     check(store, import_image(path, store, "x", reference="b"))
 
