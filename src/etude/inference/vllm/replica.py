@@ -181,7 +181,7 @@ class Replica:
                 error = await self._try_activate(staged, kv)
             if error is not None:
                 raise WeightUpdateError(
-                    f"the update failed; {self.current()} stays in service",
+                    f"the update failed; the version in service is {self.current()}",
                     field="version",
                     received=str(version),
                     fix=str(error),
