@@ -28,6 +28,7 @@ from etude.errors import ConfigError, SamplerError
 from etude.records import SampleRequest, SamplingParams, Status, ToolCall, TrajectoryId
 from etude.sandbox.template import Template
 from etude.serving.client import NoAnswerError
+from etude.tokens.chat.errors import ContextLengthError
 from etude_quickstart.memory_backend import MemoryBackend
 
 REGISTRY = core_registry()
@@ -196,6 +197,14 @@ def test_what_trying_again_cannot_mend_is_the_users(status: int) -> None:
     assert caught.value.fix
 
 
+def test_a_full_context_is_called_so() -> None:
+    error = ContextLengthError(5000, 4096)
+    body = json.dumps({"error": {"message": error.message, "code": "context_length_exceeded"}})
+    with pytest.raises(ConfigError, match="filled the model's context") as caught:
+        run(Served((400, {}, body)))
+    assert "--context-tokens" in (caught.value.fix or "")
+
+
 @pytest.mark.parametrize(
     "stream",
     [
@@ -312,7 +321,7 @@ def test_a_connection_that_is_cut_in_mid_token_is_a_failure_of_the_sampler() -> 
         session = AgentSession("x", renderer, TrajectoryId("r", "t", 0, 0, 0), LIMITS)
         context = ToolContext(await MemoryBackend().create(Template(FILES)), REGISTRY)
         try:
-            with pytest.raises(SamplerError, match="dropped"):
+            with pytest.raises(SamplerError, match="connection to the endpoint broke"):
                 await run_session(session, sampler, LocalWorkspace(context), "s", (0,))
             assert session.status is None
             assert not session.turns

@@ -471,7 +471,7 @@ def test_what_an_editor_asks_wrongly_is_answered_with_an_error(root: Path) -> No
             await refused(mode, -32602, "no such mode")
             picture = acp.image_block("aaaa", "image/png")
             prompt = connection.prompt(session_id=session.session_id, prompt=[picture])
-            await refused(prompt, -32602, "cannot be read")
+            await refused(prompt, -32602, "cannot read")
             await refused(say(connection, session, "  "), -32602, "is empty")
             await connection.cancel(session_id="none")
             assert await say(connection, session, "finish") == "end_turn"

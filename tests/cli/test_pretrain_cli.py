@@ -52,6 +52,8 @@ def test_a_tokenizer_is_trained_and_not_overwritten(tmp_path: Path) -> None:
         (["pretrain"], "sources: is empty"),
         (["pretrain", "--data", "a=/nothing/here"], "no such file or directory"),
         (["sft", "--data", "a=/nothing/here"], "initial_checkpoint"),
+        (["sft", "--data", "a=/nothing/here", "--from", "runs/x/checkpoints/final"], "train the run 'x'"),
+        (["pretrain", "--resume"], "there is no run to resume"),
         (["pretrain", "--data", "a=x", "--set", "pretrain.sources.a.wieght=1"], "did you mean weight?"),
     ],
 )

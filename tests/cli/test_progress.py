@@ -82,9 +82,20 @@ def test_the_time_left_follows_a_machine_that_becomes_slower() -> None:
     take(range(1, 51), 1.0)
     assert left.words() == "50 s left, 3 min of the run"
     take(range(51, 61), 10.0)
-    assert left.words() == "7 min left, 25 min of the run"
+    assert left.words() == "7 min left, 20 min of the run"
     left.begin("before", 1)
-    assert left.words() == "2 min left, 18 min of the run"
+    assert left.words() == "74 s left, 14 min of the run"
+
+
+def test_a_short_stage_that_starts_slowly_hardly_changes_the_time_left_of_the_run() -> None:
+    clock = Clock()
+    left = TimeLeft(clock)
+    left.expect_stages([("before", 20.0), ("rl", 600.0)])
+    left.begin("before", 100)
+    for step in (1, 2):
+        clock.now_s += 2.0  # ten times the forecast
+        left.advance(step)
+    assert left.words() == "3 min left, 19 min of the run"
 
 
 def test_a_stage_of_unknown_length_has_no_time_left() -> None:

@@ -191,7 +191,7 @@ def test_resuming_what_was_never_begun_is_refused(loop: Loop, config_file: Path)
     server = ("--set", "agent.mcp.bad.command=/no/such", "--set", "agent.mcp.bad.where=host")
     result = etude("train", "--config", str(config_file), "--resume", *server)
     assert result.exit_code == 2
-    assert "no such directory" in result.stderr  # and no server was started
+    assert "no run to resume" in result.stderr  # and no server was started
 
 
 @pytest.mark.slow

@@ -257,6 +257,6 @@ def test_arguments_of_an_experts_calls_have_the_types_of_their_tools(tmp_path: P
 def test_chats_that_no_session_can_be_written_as_are_refused_and_leave_the_file(tmp_path: Path) -> None:
     file = tmp_path / "chats.jsonl"
     file.write_text("kept")
-    with pytest.raises(ConfigError, match=r"agent\.tools: of 24 sessions none .*list_dir"):
+    with pytest.raises(ConfigError, match=r"agent\.tools: none of 24 sessions .*list_dir"):
         write_chats(load_sessions(24, SilentObserver()), file, AgentConfig(tools="read_file,finish"))
     assert file.read_text() == "kept"

@@ -99,7 +99,7 @@ def test_a_server_that_does_not_start_or_offers_other_tools_fails_the_session() 
     async def use(backend: SandboxBackend, servers: dict[str, McpConfig]) -> Any:
         other = servers["lines"].model_copy(update={"described": "[]"})
         broken = servers["lines"].model_copy(update={"command": "python3 tools/server.py a.key"})
-        for config, words in ((other, "offers other tools"), (broken, "it says: cannot read a.key")):
+        for config, words in ((other, "offers other tools"), (broken, "its error output: cannot read a.key")):
             session = begin(backend, servers)
             session = EnvironmentSession.begin(
                 Site(backend, Grader(backend), session.site.tools, servers={"lines": config}), TASK

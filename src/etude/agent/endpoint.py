@@ -193,8 +193,9 @@ class EndpointSampler(Sampler):
                     return read_document((await answer.aread()).decode("utf-8", "replace"), self.on_event)
                 return await read_stream(answer.aiter_bytes(), self.on_event)
         except NoAnswerError as error:
+            listens = not isinstance(error, NobodyListensError)
             raise SamplerError(
-                "the endpoint dropped the request",
+                "the connection to the endpoint broke" if listens else "no server answers at the endpoint",
                 field="endpoint",
                 received=error.message,
                 fix=f"check that a server answers at {self.endpoint.url}, or correct the address",
@@ -233,6 +234,10 @@ class EndpointSampler(Sampler):
         if status in (401, 403):
             fix = "name the environment variable with its key: --key-variable"
             return ConfigError("the endpoint rejected the key", field="endpoint", received=received, fix=fix)
+        if status == 400 and ("context_length_exceeded" in body or "maximum context length" in body):
+            fix = "set --context-tokens to the model's context, or start a new session"
+            message = "the session has filled the model's context"
+            return ConfigError(message, field="endpoint", received=received, fix=fix)
         fix = "check its address and --model-name; use --tool-calls text if the model takes no tools"
         return ConfigError("the endpoint refused the request", field="endpoint", received=received, fix=fix)
 

@@ -146,13 +146,15 @@ def _print_report(run: RunDirectory, report: Mapping[str, Any], as_json: bool) -
         return
     console = output_console()
     rows: list[tuple[str, ...]] = []
+    measured = {"held-out loss": report["heldout_before"], "after": report["heldout_after"]}
+    measured = {column: by_source for column, by_source in measured.items() if any(by_source.values())}
     for name, account in report["sources"].items():
-        before, after = (report[key].get(name, {}).get("loss") for key in ("heldout_before", "heldout_after"))
-        losses = (f"{value:.3f}" if value is not None else "-" for value in (before, after))
+        of_source = (losses.get(name, {}).get("loss") for losses in measured.values())
+        losses = (f"{value:.3f}" if value is not None else "-" for value in of_source)
         counts = (account["tokens"], account["documents"], account["epochs"])
         rows.append((name, *losses, *(f"{count:,}" for count in counts)))
-    columns = ("source", "held-out loss", "after", "tokens trained", "documents", "epochs")
-    print_table(console, columns, rows, range(1, 6), f"{report['steps']} steps")
+    columns = ("source", *measured, "tokens trained", "documents", "epochs")
+    print_table(console, columns, rows, range(1, len(columns)), f"{report['steps']} steps")
     for name, depths in report.get("acceptance", {}).items():
         shares = ", ".join(f"{depth['greedy']:.0%}" for depth in depths)
         console.print(f"agreement of drafts, {name}: {shares}", markup=False)

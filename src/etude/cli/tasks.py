@@ -119,7 +119,9 @@ def sessions_command(
     tempfile.TemporaryFile(dir=file.parent).close()
     sessions = open_family(run_config, open_observer()).sessions(count, open_observer())
     written = write_chats(sessions, file, run_config.agent, flawless=flawless)
-    error_console().print(f"{written} of {len(sessions)} sessions")
+    others = "call tools that agent.tools lacks, show malformed calls" + ", fail a test run" * flawless
+    left_out = f"; the others {others}" if written < len(sessions) else ""
+    error_console().print(f"{written} of {len(sessions)} sessions{left_out}", highlight=False)
 
 
 @tasks_app.command("check")
@@ -230,6 +232,9 @@ def make_command(
         print_json(report.to_document())
     else:
         _print_report(report)
+    error_console().print(
+        f"{count_steps(len(report.written), 'task')} in {out}", soft_wrap=True, highlight=False
+    )
     if not report.written:
         raise typer.Exit(1)
 
@@ -280,7 +285,7 @@ def _print_report(report: MakeReport) -> None:
         *((count, f"of these of the kind {kind}") for kind, count in report.kinds.most_common()),
         (report.num_open, "of these that could be partly forged: a failing test has no exam variant"),
         (report.num_naming_every_call, "of these whose instruction names every failing call"),
-        *((-count, f"rejected: {reason}") for reason, count in report.reasons.most_common()),
+        *((count, f"rejected: {reason}") for reason, count in report.reasons.most_common()),
     ]
     print_table(output_console(), ("", ""), rows, right=(0,))
     for kind, why in report.left_out.items():

@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 _WINDOW_S = 30.0
 """Window of recent steps: a stage's first steps are slow, and a machine's speed may change."""
 _LEAST_REPORTS = 4
+_TRUSTED_AFTER_S = 60.0
+"""When a stage's own speed counts for later stages as much as that of the stages before it."""
 
 
 class TimeLeft:
@@ -17,8 +19,8 @@ class TimeLeft:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._expected: dict[str, float] = {}
-        self._slowness = 1.0
-        """Duration of recent steps, divided by their forecast."""
+        self._slowness = self._slowness_before = 1.0
+        """Duration of recent steps, divided by their forecast; the same when the stage began."""
         self._name = ""
         self._total_steps = self._step = 0
         self._begun_s = 0.0
@@ -31,7 +33,7 @@ class TimeLeft:
     def begin(self, name: str, total_steps: int) -> None:
         """A stage begins, or is resumed at the step of its first report."""
         self._name, self._total_steps, self._step = name, total_steps, 0
-        self._begun_s = self._clock()
+        self._begun_s, self._slowness_before = self._clock(), self._slowness
         self._reports.clear()
 
     def advance(self, step: int) -> None:
@@ -41,7 +43,9 @@ class TimeLeft:
         while len(self._reports) > _LEAST_REPORTS and now_s - self._reports[1][0] > _WINDOW_S:
             self._reports.popleft()
         if self.steps_per_s and self._expected.get(self._name):
-            self._slowness = self._total_steps / self.steps_per_s / self._expected[self._name]
+            own = self._total_steps / self.steps_per_s / self._expected[self._name]
+            share = (now_s - self._begun_s) / (now_s - self._begun_s + _TRUSTED_AFTER_S)
+            self._slowness = share * own + (1 - share) * self._slowness_before
 
     @property
     def steps_per_s(self) -> float:

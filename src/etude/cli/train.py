@@ -226,7 +226,12 @@ def resumed_run(config: RunConfig, dropped: Sequence[str] = ()) -> tuple[RunDire
     """The run to resume, without the keys of `--drop`, and the configuration with the stored descriptions of
     its MCP servers. Raises RunDirectoryError if it was started with another configuration, ConfigError for a
     key that this version does not know."""
-    run = RunDirectory.open(Path(config.runs_directory) / config.name)
+    path = Path(config.runs_directory) / config.name
+    if not path.exists():
+        raise RunDirectoryError(
+            "there is no run to resume", field="--resume", received=str(path), fix="start it without --resume"
+        )
+    run = RunDirectory.open(path)
     try:
         run.drop_keys(dropped)
         begun_with = run.config

@@ -32,6 +32,14 @@ def resolve_model(config: RunConfig, *, samples: bool = True) -> RunConfig:
     if config.initial_checkpoint is None:
         return config
     directory = Path(config.initial_checkpoint)
+    if not directory.is_dir():
+        run = directory.parent.parent.name if directory.parent.name == "checkpoints" else ""
+        raise ConfigError(
+            "no such directory",
+            field="initial_checkpoint",
+            received=config.initial_checkpoint,
+            fix=f"train the run {run!r} to its end first, or name another model" if run else "name a model",
+        )
     missing = [name for name in ("config.json", TOKENIZER_FILE) if not (directory / name).exists()]
     if missing:
         raise ConfigError(

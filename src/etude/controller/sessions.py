@@ -51,6 +51,18 @@ class LoadedSessions:
         self.skipped[reason] = self.skipped.get(reason, 0) + 1
 
 
+def find_sessions(name: str, config: SessionsConfig) -> Path:
+    """The file or directory of a source. Raises ConfigError if there is none."""
+    if not Path(config.path).exists():
+        raise ConfigError(
+            "no such file or directory",
+            field=f"source {name}",
+            received=config.path,
+            fix=_SOURCES,
+        )
+    return Path(config.path)
+
+
 @dataclass(frozen=True, slots=True)
 class SessionReader:
     """Reads sources of sessions for one tokenizer."""
@@ -63,7 +75,7 @@ class SessionReader:
     def load(self, name: str, config: SessionsConfig) -> LoadedSessions:
         """Loads every session of a source. Raises ConfigError for a source that does not exist, has no usable
         sessions, or has tokens of another tokenizer; StoreError for a damaged log."""
-        path, loaded = Path(config.path), LoadedSessions()
+        path, loaded = find_sessions(name, config), LoadedSessions()
         for documents in self._sessions(name, path, config, loaded):
             for document in documents:
                 if len(document.tokens) > self.window:
@@ -85,8 +97,6 @@ class SessionReader:
     def _sessions(
         self, name: str, path: Path, config: SessionsConfig, loaded: LoadedSessions
     ) -> Iterator[list[Document]]:
-        if not path.exists():
-            raise ConfigError("no such file or directory", field=f"source {name}", received=config.path)
         if (log := find_log(path)) is not None:
             for group in TrajectoryLog(log).read():
                 for trajectory in group.members:

@@ -16,7 +16,7 @@ from etude.controller.mixtures import (
     run_sitting,
     window_of,
 )
-from etude.controller.sessions import SessionReader, split_heldout
+from etude.controller.sessions import SessionReader, find_sessions, split_heldout
 from etude.errors import ConfigError
 from etude.observe import Observer, RunDirectory
 from etude.tokens.chat_format import ChatFormat
@@ -34,6 +34,8 @@ def check_sft(config: RunConfig) -> None:
     ):
         if missing:
             raise ConfigError("is missing", field=field, fix=fix)
+    for name, source in config.sft.sources.items():
+        find_sessions(name, source)
     _choose_format(config)
 
 

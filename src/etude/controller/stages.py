@@ -55,6 +55,8 @@ class StageRunner:
         """Takes steps until `num_steps`; returns whether the stage is complete or exhausted. An interrupted
         stage is saved. `after_step` is called with each step, before it is saved."""
         self.observer.stage_begins(self.title, num_steps)
+        if trainer.num_steps_taken:
+            self.observer.say(f"continuing after step {trainer.num_steps_taken}")
         with CheckpointKeeper(self.latest, self.checkpoint, self.metrics, self.observer) as keeper:
             self._take_steps(trainer, keeper, after_step)
             self.observer.stage_ends()

@@ -362,6 +362,8 @@ class _Run:
         self.report["rl_sessions"] = loop.sessions
         saver = _Saver(self, trainer, loop, beside)
         self.observer.stage_begins(LEARNING, config.rl.num_steps)
+        if loop.first_step:
+            self.observer.say(f"continuing after step {loop.first_step}")
         before, began = self.stop.elapsed_s, Snapshot.of(parts, loop)
         taken = await loop.run(config.rl.num_steps, saver)
         await saver.finish()

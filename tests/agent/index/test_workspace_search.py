@@ -265,7 +265,7 @@ def test_a_build_that_fails_on_its_way_is_told_once_and_the_sandbox_searches(tmp
         await indexes.close()
         return words, told.empty(), found_then
 
-    assert asyncio.run(use()) == ("no whole code index: no room", True, [("lib/tags.py", 1)])
+    assert asyncio.run(use()) == ("no complete code index: no room", True, [("lib/tags.py", 1)])
 
 
 def test_without_full_text_search_there_is_still_the_index_of_grep(tmp_path, monkeypatch):
@@ -280,7 +280,7 @@ def test_without_full_text_search_there_is_still_the_index_of_grep(tmp_path, mon
         return told
 
     (words,) = asyncio.run(use())
-    assert words.startswith("no whole code index: ")
+    assert words.startswith("no complete code index: ")
 
 
 def test_a_tree_that_two_processes_lay_out_at_once_is_whole(tmp_path):

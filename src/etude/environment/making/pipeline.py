@@ -55,6 +55,11 @@ from etude.tasks.making.leaks import scan_layers, scan_workspace
 from etude.tasks.making.undoing import PastChange
 
 Result = TypeVar("Result", ProjectImage, Baseline, ProjectTwins)
+_TITLES = {
+    "image": "building the project's image",
+    "baseline": "running the tests to find flaky ones",
+    "twins": "finding variants of tests for hidden exams",
+}
 Advance = Callable[[int], None]
 """Called with the number of finished steps of the stage."""
 CheckTask = Callable[[Path], Awaitable[TaskReport]]
@@ -162,7 +167,7 @@ class TaskMaker:
         path = self.out / STATE / f"{name}.json"
         if path.exists():
             return TypeAdapter(kind).validate_python(json.loads(path.read_bytes()))
-        with show_stage(self.observer, name, num_runs, "run") as advance:
+        with show_stage(self.observer, _TITLES[name], num_runs, "run") as advance:
             found = await find(advance)
         write_json(path, asdict(found))
         return found
@@ -190,7 +195,7 @@ class TaskMaker:
             made, is_short = list[MadeTask](), True
             # Rejected tasks are replaced as long as there are changes and time.
             while is_short and report.num_tested > num_tested:
-                name = "changes" if num_tested < 0 else "more changes"
+                name = "testing changes" if num_tested < 0 else "testing more changes"
                 num_tested = report.num_tested
                 with show_stage(self.observer, name, 0, "candidate") as advance:
                     await search.run(settings.at_once, until, advance)
@@ -226,14 +231,14 @@ class TaskMaker:
         if new:  # tasks written earlier were scanned then
             layers = [self.store.layers.path(digest) for digest in new[0].image.image.layers]
             changes = [one.verified.change for one in new]
-            with show_stage(self.observer, "leaks", 0):
+            with show_stage(self.observer, "scanning the image for solutions", 0):
                 reasons = await asyncio.to_thread(scan_layers, layers, changes, self.project.files)
             for change in changes:
                 if change.id in reasons:
                     report.reject(change, "leaks", reasons[change.id])
             new = [one for one in new if one.verified.change.id not in reasons]
         if new:
-            with show_stage(self.observer, "check", len(new), "task") as advance:
+            with show_stage(self.observer, "checking tasks", len(new), "task") as advance:
                 write = partial(self._write_if_verified, report=report)
                 await gather_bounded(write, new, self.settings.at_once, advance)
         return [one for one in asked if (self.out / one.id).exists()]
