@@ -531,7 +531,7 @@ HEAD = b"HTTP/1.1 200 OK\r\nconnection: close\r\ntransfer-encoding: chunked\r\n\
         (HEAD + b"10\r\n\x01\x00\x00\x00\x00\x00\x00\x00{xxxxxxx\r\n0\r\n\r\n", SandboxLostError, "JSON"),
         (HEAD + b"a\r\nabc", SandboxLostError, "failed"),
         (b"HTTP/1.1 404 Not Found\r\ncontent-length: 2\r\n\r\nno", SandboxError, "not a sandbox server"),
-        (b"HTTP/1.1 500 x\r\ncontent-length: 16\r\n\r\n{\"error\": \"bad\"}", SandboxError, "not a sandbox server"),
+        (b"HTTP/1.1 500 x\r\ncontent-length: 16\r\n\r\n{\"error\": \"bad\"}", SandboxError, "not a sandbox"),
     ],
 )  # fmt: skip
 def test_torn_and_foreign_answers_are_errors_of_ours(reply: bytes, kind: type[Exception], text: str) -> None:
