@@ -44,7 +44,7 @@ class Audit:
     numbers: tuple[int, ...]
     weights: bytes
     faults: dict[str, int]
-    """Fault counts of all sittings as the run recorded them, by part and event."""
+    """Fault counts of all processes as the run recorded them, by part and event."""
 
 
 def audit(directory: Path, rl: RlConfig) -> Audit:
@@ -108,7 +108,7 @@ def _taken_by(row: dict[str, Any], rl: RlConfig) -> int:
 
 
 def _faults(metrics: Path) -> dict[str, int]:
-    """Sums fault counts over raw metrics rows: counts restart with each sitting that saved nothing."""
+    """Sums fault counts over raw metrics rows: counts restart with each process that saved nothing."""
     counts: Counter[str] = Counter()
     for line in metrics.read_text(encoding="utf-8").splitlines():
         if '"kind": "fault"' in line:

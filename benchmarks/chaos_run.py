@@ -25,7 +25,7 @@ _PARTS = ("trainer", "engine", "worker")
 """Kinds that are Ray actors of the run."""
 _POLL_S = 0.05
 _LONGEST_S = 3600.0
-"""Time limit of one sitting (one process from start or resumption to its end)."""
+"""Time limit of one process (from start or resumption to its end)."""
 
 
 @dataclass
@@ -165,7 +165,7 @@ class Run:
         return bool(victims)
 
     def _is_in_rl(self, rows_before: int) -> bool:
-        """Whether RL has begun in this sitting and has a step left."""
+        """Whether RL has begun in this process and has a step left."""
         if self._num_rl_rows() == rows_before:
             return False
         steps = [row["step"] for row in read_metrics(self.directory / "metrics.jsonl") if row["kind"] == "rl"]

@@ -331,7 +331,7 @@ def _calls(calls: Sequence[tuple[str, dict[str, Any]]]) -> list[Message]:
 def serve(chosen: ChatFormat, messages: Sequence[Message]) -> list[int]:
     """Tokens of a client's conversation as the server renders it."""
     words, rest = read_messages(messages)
-    return ChatFrames(chosen.shelf()).prompt([Opening(words), *rest], "").tokens.tolist()
+    return ChatFrames(chosen.renderers()).prompt([Opening(words), *rest], "").tokens.tolist()
 
 
 def render(renderer: Renderer, messages: Sequence[Message]) -> list[int]:

@@ -31,7 +31,7 @@ _FEW = ("evaluation.num_tasks=96", "evaluation.num_family_tasks=1", "evaluation.
 _SECONDS = "seconds.txt"
 """File in a checkpoint: seconds of its fine-tuning."""
 _PROCESSOR = "processor_s.txt"
-"""File in a run directory: its processor time over all sittings."""
+"""File in a run directory: its processor time over all processes."""
 
 
 @dataclass(frozen=True, slots=True)

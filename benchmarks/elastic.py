@@ -87,7 +87,7 @@ class PacedEngine:
     sampled: Counter[str] = field(default_factory=Counter[str])
     """Lineage of the weights -> tokens sampled."""
 
-    def open(self, session_id: str, beside: str | None = None) -> None:
+    def open(self, session_id: str, sibling: str | None = None) -> None:
         """See Sampler.open."""
 
     def close(self, session_id: str) -> None:

@@ -34,7 +34,7 @@ from etude.environment.recording import (
     MapLimits,
     RecordingLimits,
     Recordings,
-    RendererShelf,
+    RendererCache,
     SamplingDefaults,
     SessionMap,
 )
@@ -84,10 +84,10 @@ print(json.dumps({"exit": done.get("exit_status"), "version": minisweagent.__ver
 """
 
 
-def make_shelf() -> RendererShelf:
+def make_renderers() -> RendererCache:
     """A tokenizer trained on this benchmark's texts, with Qwen3's control tokens."""
     tokenizer: Tokenizer = train_tokenizer([OUTPUT] * 4, 400, ["<|im_start|>", "<|im_end|>", *MARKS])
-    return RendererShelf(tokenizer, HermesGrammar, QWEN3_TEMPLATE)
+    return RendererCache(tokenizer, HermesGrammar, QWEN3_TEMPLATE)
 
 
 def answer_text(command: str) -> str:
@@ -96,9 +96,9 @@ def answer_text(command: str) -> str:
     return f"<think>\nnext step\n</think>\n\nI run it.\n<tool_call>\n{call}\n</tool_call>"
 
 
-def make_sampler(shelf: RendererShelf, texts: Iterator[str]) -> ScriptedSampler:
+def make_sampler(renderers: RendererCache, texts: Iterator[str]) -> ScriptedSampler:
     """A sampler that answers at once with the next text."""
-    renderer = shelf.find(Opening(tools=read_tools([TOOL])))
+    renderer = renderers.find(Opening(tools=read_tools([TOOL])))
 
     def script(session_id: str, context: Any) -> Any:
         return renderer.encode([*renderer.grammar.split(next(texts)), renderer.template.end])
@@ -139,10 +139,10 @@ def serving(recordings: Recordings) -> Iterator[str]:
 
 def measure(store: Path) -> dict[str, float]:
     """One session of NUM_TURNS turns: milliseconds per request, and per match of its history."""
-    shelf = make_shelf()
+    renderers = make_renderers()
     limits = RecordingLimits(session=MapLimits(max_context_tokens=1 << 20, max_session_tokens=1 << 22))
-    sampler = make_sampler(shelf, iter(answer_text(f"sed -n {n}p a.py") for n in range(NUM_TURNS + 1)))
-    recordings = Recordings(sampler, shelf, store, {TOKEN: "local"}, limits)
+    sampler = make_sampler(renderers, iter(answer_text(f"sed -n {n}p a.py") for n in range(NUM_TURNS + 1)))
+    recordings = Recordings(sampler, renderers, store, {TOKEN: "local"}, limits)
     request_ms: list[float] = []
     with serving(recordings) as url, httpx.Client(timeout=60) as client:
         spec = {"task": "t"}
@@ -192,13 +192,13 @@ def place_times(session_map: SessionMap, history: list[dict[str, Any]]) -> tuple
 
 def play_harness(python: str, api: str) -> dict[str, Any]:
     """Plays the scripted session with mini-swe-agent through one API."""
-    shelf = make_shelf()
+    renderers = make_renderers()
     with tempfile.TemporaryDirectory() as directory:
         work, store = Path(directory) / "work", Path(directory) / "store"
         work.mkdir()
         recordings = Recordings(
-            make_sampler(shelf, iter(answer_text(command) for command in COMMANDS)),
-            shelf,
+            make_sampler(renderers, iter(answer_text(command) for command in COMMANDS)),
+            renderers,
             store,
             {TOKEN: "local"},
         )
@@ -220,7 +220,7 @@ def play_harness(python: str, api: str) -> dict[str, Any]:
             ).json()
         (group,) = TrajectoryLog(store).read()
         trajectory = group.members[0]
-        expected = sum(len(turn_tokens(shelf, command)) for command in COMMANDS)
+        expected = sum(len(turn_tokens(renderers, command)) for command in COMMANDS)
         agent = json.loads(done.stdout.strip().splitlines()[-1])
         return {
             **agent,
@@ -232,9 +232,9 @@ def play_harness(python: str, api: str) -> dict[str, Any]:
         }
 
 
-def turn_tokens(shelf: RendererShelf, command: str) -> Any:
+def turn_tokens(renderers: RendererCache, command: str) -> Any:
     """The tokens that the scripted sampler samples for one command."""
-    renderer = shelf.find(Opening(tools=read_tools([TOOL])))
+    renderer = renderers.find(Opening(tools=read_tools([TOOL])))
     return renderer.encode([*renderer.grammar.split(answer_text(command)), renderer.template.end])
 
 

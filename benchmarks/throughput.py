@@ -75,7 +75,7 @@ class WaveRecorder:
         self._sampler = sampler
         self._live: set[str] = set()
 
-    def open(self, session_id: str, beside: str | None = None) -> None:
+    def open(self, session_id: str, sibling: str | None = None) -> None:
         if not self._live:
             self.waves.append([])
         self._live.add(session_id)

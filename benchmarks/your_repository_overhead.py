@@ -32,7 +32,7 @@ from common import Figures, median_ratio
 from etude.agent import registry_named
 from etude.config import load_config
 from etude.controller.backends import open_run_backend
-from etude.environment.sessions import EnvironmentSession, Site
+from etude.environment.sessions import EnvironmentSession, SessionServices
 from etude.environment.task_images import TaskImages
 from etude.environment.verdicts import Grader
 from etude.records import Status, Task, ToolCall
@@ -74,17 +74,17 @@ async def measure_overhead() -> tuple[Figures, dict[str, Any]]:
         async with AsyncExitStack() as stack:
             backend = open_run_backend(load_config(None, ["sandbox.backend=local"]).sandbox)
             stack.push_async_callback(backend.close)
-            site = Site(backend, Grader(backend), registry_named("full"))
+            services = SessionServices(backend, Grader(backend), registry_named("full"))
             numbers, rounds = itertools.count(), list[Round]()
             for _ in range(_ROUNDS + 1):  # the first warms up
                 pairs = [
-                    (run_bare(Path(folder), next(numbers)), await run_local(site, task, next(numbers)))
+                    (run_bare(Path(folder), next(numbers)), await run_local(services, task, next(numbers)))
                     for _ in range(_PAIRS)
                 ]
                 rounds.append(Round(pairs, await run_podman(directory, next(numbers))))
             rates = {"local": list[float](), "podman": list[float]()}
             for _ in range(_RATES):
-                rates["local"].append(await _rate(lambda: run_local(site, task, next(numbers))))
+                rates["local"].append(await _rate(lambda: run_local(services, task, next(numbers))))
                 rates["podman"].append(await _rate(lambda: run_podman(directory, next(numbers))))
     figures = _figures(rounds[1:])
     for name, found in rates.items():
@@ -120,10 +120,10 @@ def run_bare(folder: Path, number: int) -> Times:
     return {"start": 0.0, "call": call, "grading": grading, "all": _CALLS * call + grading}
 
 
-async def run_local(site: Site, task: Task, number: int) -> Times:
+async def run_local(services: SessionServices, task: Task, number: int) -> Times:
     """Runs a session on `local`, with the agent's command tool."""
     began = time.perf_counter()
-    session = EnvironmentSession.begin(site, task)
+    session = EnvironmentSession.begin(services, task)
     calls: list[float] = []
     for call in range(_CALLS):
         started = time.perf_counter()

@@ -9,7 +9,7 @@ from etude.agent import ToolLimits
 from etude.agent.tools.registries import full_registry
 from etude.config import RewardConfig
 from etude.environment.origins import Origin, task_template
-from etude.environment.sessions import EnvironmentSession, Site
+from etude.environment.sessions import EnvironmentSession, SessionServices
 from etude.environment.verdicts import Grader
 from etude.errors import AgentError, InfrastructureError
 from etude.records import Status, ToolCall, ToolResult
@@ -79,8 +79,8 @@ async def play_on(
 ) -> Ended:
     """As `play`, on a backend that is there."""
     grader = Grader(backend, resources, reward=reward)
-    site = Site(backend, grader, full_registry(), LIMITS, reward or RewardConfig())
-    session = await EnvironmentSession.open(site, Origin(task_template(TARGET), resources), TARGET)
+    services = SessionServices(backend, grader, full_registry(), LIMITS, reward or RewardConfig())
+    session = await EnvironmentSession.open(services, Origin(task_template(TARGET), resources), TARGET)
     results: list[ToolResult] = []
     raised = None
     try:

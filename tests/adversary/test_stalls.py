@@ -18,7 +18,7 @@ from etude.environment.grading import allowed_changes, matches_any
 from etude.environment.names import template_of
 from etude.environment.rewards import count_foreign_lines
 from etude.environment.server import build_app
-from etude.environment.sessions import Site
+from etude.environment.sessions import SessionServices
 from etude.environment.verdicts import Grader
 from etude.environment.wire import MAX_PATTERNS, MAX_TEST_CHARACTERS, task_document, task_of
 from etude.errors import UserError
@@ -104,8 +104,10 @@ def test_a_session_with_hostile_patterns_and_blank_lines_is_graded_while_others_
     tmp_path: Path,
 ) -> None:
     backend = MemoryBackend()
-    site = Site(backend, Grader(backend, reward=RewardConfig(style_penalty=0.1)), full_registry())
-    app = build_app(new_host(site), {TOKEN: "one"})
+    services = SessionServices(
+        backend, Grader(backend, reward=RewardConfig(style_penalty=0.1)), full_registry()
+    )
+    app = build_app(new_host(services), {TOKEN: "one"})
     task = task_document(TASK) | {"allowed_paths": ["**/a*" * 12 + "/c", "lib/**", DEEP]}
     write = {"name": "write_file", "arguments": {"path": DEEP, "text": "x"}}
     blank = {"name": "write_file", "arguments": {"path": "lib/blank.py", "text": " \n" * 80_000}}

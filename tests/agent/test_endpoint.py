@@ -13,7 +13,7 @@ from tests.agent.agent_builders import FILES, contents
 from etude.agent import (
     AgentSession,
     LocalWorkspace,
-    Patience,
+    RetryPolicy,
     SessionLimits,
     ToolContext,
     core_registry,
@@ -92,7 +92,7 @@ def sampler_of(served, native=True, on_event=None, **options):
     return EndpointSampler(endpoint, renderer, REGISTRY.schemas, on_event, transport), renderer
 
 
-def run(served, native=True, patience=None, listener=None, on_event=None, **options):
+def run(served, native=True, retry_policy=None, listener=None, on_event=None, **options):
     async def go():
         sampler, renderer = sampler_of(served, native, on_event, **options)
         params = SamplingParams(max_tokens=LIMITS.max_tokens)
@@ -101,7 +101,7 @@ def run(served, native=True, patience=None, listener=None, on_event=None, **opti
         )
         context = ToolContext(await MemoryBackend().create(Template(FILES)), REGISTRY)
         try:
-            await run_session(session, sampler, LocalWorkspace(context), "s", (0,), patience, listener)
+            await run_session(session, sampler, LocalWorkspace(context), "s", (0,), retry_policy, listener)
         finally:
             await sampler.aclose()
         return session, context
@@ -166,7 +166,7 @@ def test_a_stream_that_drops_in_mid_message_is_asked_for_again_and_leaves_nothin
     served = Served(dropped, cut, "data: {broken\n\n", answer(*READ), FINISH)
     session, _ = run(
         served,
-        patience=Patience(sampler_attempts=4, backoff_s=0.0),
+        retry_policy=RetryPolicy(sampler_attempts=4, backoff_s=0.0),
         listener=lambda one: retried.append(one) if isinstance(one, Retried) else None,
     )
     assert session.status is Status.DONE
@@ -183,7 +183,7 @@ def test_a_busy_endpoint_is_asked_again_after_as_long_as_it_says(status: int) ->
         return asyncio.get_running_loop().time()
 
     began = asyncio.run(timed())
-    session, _ = run(served, patience=Patience(sampler_attempts=2, backoff_s=0.0))
+    session, _ = run(served, retry_policy=RetryPolicy(sampler_attempts=2, backoff_s=0.0))
     assert session.status is Status.DONE
     assert asyncio.run(timed()) - began >= 0.2
 
@@ -192,7 +192,7 @@ def test_a_busy_endpoint_is_asked_again_after_as_long_as_it_says(status: int) ->
 def test_what_trying_again_cannot_mend_is_the_users(status: int) -> None:
     served = Served((status, {}, "no"))
     with pytest.raises(ConfigError) as caught:
-        run(served, patience=Patience(sampler_attempts=5, backoff_s=0.0))
+        run(served, retry_policy=RetryPolicy(sampler_attempts=5, backoff_s=0.0))
     assert str(status) in str(caught.value.received)
     assert caught.value.fix
 

@@ -150,7 +150,7 @@ def test_an_experts_chat_is_what_a_session_with_the_same_calls_would_be(
 
     chosen = agent_format(small_tokenizer(template), AgentConfig(tools="core"))
     renderer, sessions = chosen.renderer(), load_sessions(24, SilentObserver())
-    reader = SessionReader(chosen.tokenizer, chosen.shelf, 0.0, 8192)
+    reader = SessionReader(chosen.tokenizer, chosen.renderers, 0.0, 8192)
     source = SessionsConfig(path=str(write_expert_chats(tmp_path)))
     documents = {document.tokens.tobytes(): document for document in reader.load("expert", source).documents}
     found = 0
@@ -176,7 +176,7 @@ def test_serving_and_the_agent_speak_to_a_model_as_training_does(tmp_path: Path,
     initial = save_checkpoint(tmp_path / "model", tokenizer)
     trained = agent_format(tokenizer, AgentConfig(tools="core"))
     served = open_checkpoint(initial, None, ("auto", "auto"), None, 64).served
-    assert served.shelf is not None and served.shelf.digest == trained.shelf().digest
+    assert served.renderers is not None and served.renderers.digest == trained.renderers().digest
     assert trained.renderer().end_tokens <= served.end_tokens
 
     async def prompt() -> np.ndarray:

@@ -56,7 +56,7 @@ def rl_figures(run: RunDirectory) -> list[tuple[int, float, float, float]]:
 @pytest.mark.slow
 def test_mid_training_goes_on_bit_for_bit_after_a_kill_and_an_interrupt(tmp_path: Path) -> None:
     undisturbed, report = run_here(midtraining_config(tmp_path / "whole"))
-    config = changed(midtraining_config(tmp_path / "broken"), num_threads=0)  # chosen anew in each sitting
+    config = changed(midtraining_config(tmp_path / "broken"), num_threads=0)  # chosen anew in each process
     checkpoints = Path(config.runs_directory) / config.name / "checkpoints"
     latest, done = checkpoints / "latest" / "digests.json", checkpoints / "midtrained"
     with run_elsewhere(config) as process:

@@ -41,7 +41,7 @@ def tokenizer() -> Tokenizer:
 
 
 def _reader(tokenizer: Tokenizer, observation_weight: float = 0.0, window: int = 64) -> SessionReader:
-    return SessionReader(tokenizer, choose_format(tokenizer).shelf, observation_weight, window)
+    return SessionReader(tokenizer, choose_format(tokenizer).renderers, observation_weight, window)
 
 
 def _write_chats(path: Path, chats: list[Any]) -> Path:
@@ -93,7 +93,7 @@ def test_messages_have_the_tokens_of_a_rollout_and_only_answers_count(
 ) -> None:
     path = _write_chats(tmp_path / "chats.jsonl", [CHAT])
     (document,) = _reader(tokenizer).load("own", SessionsConfig(path=str(path))).documents
-    renderer = choose_format(tokenizer).shelf().find(_no_tools())
+    renderer = choose_format(tokenizer).renderers().find(_no_tools())
     expected = [
         renderer.prompt("add three"),
         renderer.message(["def add_3(left, right):"]),
@@ -179,7 +179,7 @@ def test_atif_files_without_tokens_are_rendered(tmp_path: Path, tokenizer: Token
     }
     (tmp_path / "one.json").write_text(json.dumps(document), encoding="utf-8")
     (loaded,) = _reader(tokenizer).load("own", SessionsConfig(path=str(tmp_path / "one.json"))).documents
-    renderer = choose_format(tokenizer).shelf().find(_no_tools())
+    renderer = choose_format(tokenizer).renderers().find(_no_tools())
     assert loaded.tokens.tolist() == [
         *renderer.prompt("add three"),
         *renderer.message(["def add_3(left, right):"]),

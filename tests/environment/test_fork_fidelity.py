@@ -12,7 +12,7 @@ from etude.agent.tools.registry import Registry
 from etude.agent.tools.terminal import Terminal
 from etude.environment.fork_groups import ForkedSessions, ForkRefusal, fork_at_turn
 from etude.environment.forking import fidelity_of
-from etude.environment.sessions import EnvironmentSession, Site
+from etude.environment.sessions import EnvironmentSession, SessionServices
 from etude.environment.verdicts import Grader
 from etude.records import ToolCall, ToolResult
 from etude.sandbox.errors import LiveProcessesError, PathMissingError
@@ -47,7 +47,7 @@ def _ignore(*event: object) -> None:
 
 def session_on(backend: SandboxBackend, every: int = 0) -> EnvironmentSession:
     return EnvironmentSession.begin(
-        Site(backend, Grader(backend), with_terminal(), ToolLimits(), snapshot_every=every), TASK
+        SessionServices(backend, Grader(backend), with_terminal(), ToolLimits(), snapshot_every=every), TASK
     )
 
 
@@ -103,8 +103,8 @@ def test_a_session_with_live_processes_is_not_forked_for_a_group_and_goes_on(nam
             forked = await fork_at_turn(session, told, 1, 2)
             assert isinstance(forked, ForkedSessions), "before the command began there was none"
             assert forked.origin.fidelity == "filesystem"
-            for world in forked.made:
-                await world.close()
+            for env_session in forked.made:
+                await env_session.close()
             assert len(await backend.list()) == before
         finally:
             await session.close()

@@ -16,8 +16,8 @@ from etude.environment.fork_groups import (
     SiblingSpec,
     choose_turn,
 )
-from etude.environment.runners import Order
-from etude.environment.sessions import EnvironmentSession, Site
+from etude.environment.runners import EpisodeRequest
+from etude.environment.sessions import EnvironmentSession, SessionServices
 from etude.environment.verdicts import Grader
 from etude.errors import SamplerError, SandboxError
 from etude.records import Group, Relation, SamplingParams, Status, TrajectoryId
@@ -60,9 +60,9 @@ def new_sampler() -> ScriptedSampler:
     return ScriptedSampler(script_of(play), route_shape=(2, 2))
 
 
-def ordered(plan: ForkPlan) -> Order:
+def ordered(plan: ForkPlan) -> EpisodeRequest:
     """The session that is forked as planned."""
-    return Order(TASK, PARENT, (7, 4, 0), SamplingParams(), True, plan)
+    return EpisodeRequest(TASK, PARENT, (7, 4, 0), SamplingParams(), True, plan)
 
 
 def fork(
@@ -116,7 +116,7 @@ def test_siblings_are_opened_before_the_forked_session_is_closed() -> None:
     events: list[tuple[str, str]] = []
 
     class Noting(ScriptedSampler):
-        def open(self, session_id: str, beside: str | None = None) -> None:
+        def open(self, session_id: str, sibling: str | None = None) -> None:
             events.append(("open", session_id))
             super().open(session_id)
 
@@ -231,20 +231,20 @@ def test_turns_are_chosen_by_what_they_are() -> None:
 
 def test_a_copy_of_files_alone_is_refused_while_commands_run() -> None:
     async def scenario(backend: SandboxBackend) -> None:
-        site = Site(backend, Grader(backend), core_registry(), ToolLimits())
-        world = EnvironmentSession.begin(site, TASK)
+        services = SessionServices(backend, Grader(backend), core_registry(), ToolLimits())
+        env_session = EnvironmentSession.begin(services, TASK)
         try:
-            command = await world.sandbox.commands.start("sleep 600")
-            world.context.state.commands["1"] = BackgroundState(command.pid)
+            command = await env_session.sandbox.commands.start("sleep 600")
+            env_session.context.state.commands["1"] = BackgroundState(command.pid)
             with pytest.raises(LiveProcessesError, match="sleep 600"):
-                await world.fork()
+                await env_session.fork()
             await command.kill()
             await command.wait(60)
-            (copy,) = await world.fork()
+            (copy,) = await env_session.fork()
             assert isinstance(copy, EnvironmentSession)
             await copy.close()
         finally:
-            await world.close()
+            await env_session.close()
 
     with_backend("unisolated", scenario)
 
@@ -288,7 +288,7 @@ def test_an_engine_that_opens_no_sibling_fails_the_attempt_and_leaves_nothing_be
     backend = MemoryBackend()
 
     class Refusing(ScriptedSampler):
-        def open(self, session_id: str, beside: str | None = None) -> None:
+        def open(self, session_id: str, sibling: str | None = None) -> None:
             if "/10~" in session_id:
                 raise SamplerError("the engine has failed")
             super().open(session_id)

@@ -145,8 +145,8 @@ def test_a_limit_ends_all_steps_and_a_failure_in_one_is_not_forgotten(
     task = Task("t", "", {}, steps=(step, replace(step, name="two")))
     monkeypatch.setattr(HarnessEnvironment, "_run_command", run_command)
     environment = HarnessEnvironment.__new__(HarnessEnvironment)
-    world: Any = SimpleNamespace(next_step=next_step)
-    assert asyncio.run(environment._play(task, cast("Any", None), world)) == (status, cause)
+    env_session: Any = SimpleNamespace(next_step=next_step)
+    assert asyncio.run(environment._play(task, cast("Any", None), env_session)) == (status, cause)
     assert len(list(given)) == 2 - num_run
 
 

@@ -16,7 +16,7 @@ from etude.environment.replay import (
     replay_turns,
     unified_diff,
 )
-from etude.environment.sessions import EnvironmentSession, Site
+from etude.environment.sessions import EnvironmentSession, SessionServices
 from etude.environment.verdicts import Grader
 from etude.errors import ConfigError, SandboxError, UserError
 from etude.protocols import Finished, OnCall, OnResult, Sample
@@ -32,7 +32,7 @@ HISTORY = ToolCall("read_file", {"path": ".etude/history/001.md"})
 LONG = (*[(READ,)] * 6, (HISTORY,), (MEND,), (FINISH,))
 
 
-def in_world(
+def in_environment_session(
     do: Callable[[EnvironmentSession], Awaitable[T]],
     backend: Any = None,
     trajectory: Trajectory | None = None,
@@ -43,17 +43,20 @@ def in_world(
     async def run() -> T:
         from etude.agent import core_registry
 
-        world = EnvironmentSession.begin(Site(inner, Grader(inner), core_registry()), TASK)
+        env_session = EnvironmentSession.begin(SessionServices(inner, Grader(inner), core_registry()), TASK)
         try:
-            return await do(world)
+            return await do(env_session)
         finally:
-            await world.close()
+            await env_session.close()
 
     return asyncio.run(run())
 
 
 def replayed(trajectory: Trajectory, backend: Any = None, turns: int | None = None) -> Replay:
-    return in_world(lambda world: replay_turns(trajectory, Replayer(world, world.context), turns), backend)
+    return in_environment_session(
+        lambda env_session: replay_turns(trajectory, Replayer(env_session, env_session.context), turns),
+        backend,
+    )
 
 
 def new_session(trajectory: Trajectory, summary: bool = False) -> AgentSession:
@@ -63,7 +66,11 @@ def new_session(trajectory: Trajectory, summary: bool = False) -> AgentSession:
 
 
 def told(trajectory: Trajectory, session: AgentSession, turns: int | None = None) -> Replay:
-    return in_world(lambda world: replay_session(trajectory, session, Replayer(world, world.context), turns))
+    return in_environment_session(
+        lambda env_session: replay_session(
+            trajectory, session, Replayer(env_session, env_session.context), turns
+        )
+    )
 
 
 def with_turn(trajectory: Trajectory, number: int, **changes: Any) -> Trajectory:
@@ -123,10 +130,10 @@ def test_an_answer_that_tells_another_duration_only_is_no_difference() -> None:
                 return [replace(result, output=f"{result.output} in 3 s")]
             return list(turn.results)
 
-    async def do(world: EnvironmentSession) -> Replay:
-        return await replay_turns(changed, Replayer(Timed(), world.context))
+    async def do(env_session: EnvironmentSession) -> Replay:
+        return await replay_turns(changed, Replayer(Timed(), env_session.context))
 
-    replay = in_world(do)
+    replay = in_environment_session(do)
     assert replay.equal
     assert [difference.turn for difference in replay.slower] == [2]
 
@@ -188,11 +195,11 @@ class Slow:
 def test_a_turn_has_a_deadline() -> None:
     one = record(TASK, SOLVES)
 
-    async def do(world: EnvironmentSession) -> Replay:
-        return await replay_turns(one, Replayer(Slow(), world.context, deadline_s=0.05))
+    async def do(env_session: EnvironmentSession) -> Replay:
+        return await replay_turns(one, Replayer(Slow(), env_session.context, deadline_s=0.05))
 
     with pytest.raises(SandboxError, match="not done"):
-        in_world(do)
+        in_environment_session(do)
 
 
 def test_a_context_that_cannot_be_kept_ends_the_replay() -> None:
@@ -209,11 +216,13 @@ def test_a_context_that_cannot_be_kept_ends_the_replay() -> None:
             turn = next(turn for turn in one.turns if turn.calls == tuple(calls))
             return list(turn.results)
 
-    async def do(world: EnvironmentSession) -> Replay:
-        return await replay_session(one, new_session(one, summary=True), Replayer(Full(), world.context))
+    async def do(env_session: EnvironmentSession) -> Replay:
+        return await replay_session(
+            one, new_session(one, summary=True), Replayer(Full(), env_session.context)
+        )
 
     with pytest.raises(SandboxError, match="disk full"):
-        in_world(do)
+        in_environment_session(do)
 
 
 def test_a_chain_is_told_again_bit_for_bit_with_its_history_files() -> None:
@@ -260,10 +269,10 @@ def test_a_journal_that_was_told_can_be_taken_up(tmp_path: Any) -> None:
     session = new_session(one)
     journal = JournaledSession.create(tmp_path / "journal", session, ToolState())
 
-    async def do(world: EnvironmentSession) -> Replay:
-        return await replay_session(one, session, Replayer(world, world.context), 2, journal)
+    async def do(env_session: EnvironmentSession) -> Replay:
+        return await replay_session(one, session, Replayer(env_session, env_session.context), 2, journal)
 
-    in_world(do)
+    in_environment_session(do)
     journal.close()
     resumed = JournaledSession.resume(tmp_path / "journal", byte_renderer(), {})
     action = resumed.next_action()
@@ -282,11 +291,13 @@ def test_another_answer_leaves_the_tokens_as_they_were() -> None:
         from etude.agent import core_registry
 
         backend = MemoryBackend()
-        world = EnvironmentSession.begin(Site(backend, Grader(backend), core_registry()), spoilt)
+        env_session = EnvironmentSession.begin(
+            SessionServices(backend, Grader(backend), core_registry()), spoilt
+        )
         try:
-            return await replay_session(one, session, Replayer(world, world.context), 1)
+            return await replay_session(one, session, Replayer(env_session, env_session.context), 1)
         finally:
-            await world.close()
+            await env_session.close()
 
     replay = asyncio.run(run())
     assert [difference.turn for difference in replay.differences] == [0]

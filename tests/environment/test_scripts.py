@@ -19,7 +19,7 @@ from etude.environment.origins import task_origin, task_resources
 from etude.environment.scripts import AgentDiff, run_solution
 from etude.environment.server.host import SessionHost
 from etude.environment.server.requests import find_task
-from etude.environment.sessions import EnvironmentSession, Site
+from etude.environment.sessions import EnvironmentSession, SessionServices
 from etude.environment.verdicts import Grader
 from etude.environment.wire import task_document, task_of
 from etude.errors import SandboxError, TaskError, UserError
@@ -161,7 +161,7 @@ def test_the_time_of_a_task_bounds_all_calls_together(tmp_path: Path) -> None:
     registry = registry_named("full")
 
     async def scenario(backend: SandboxBackend) -> list[ToolResult]:
-        session = EnvironmentSession.begin(Site(backend, Grader(backend), registry), task)
+        session = EnvironmentSession.begin(SessionServices(backend, Grader(backend), registry), task)
         results: list[ToolResult] = []
         for call in (SLEEP, SLEEP, ToolCall("finish")):
             results += await session.run_calls([call], {}, lambda *_: None, lambda *_: None)

@@ -3,7 +3,7 @@ import asyncio
 from etude.agent import ToolLimits, full_registry
 from etude.agent.index.templates import TemplateIndexes
 from etude.environment.sessions import EnvironmentSession
-from etude.environment.verdicts import Grader, Site
+from etude.environment.verdicts import Grader, SessionServices
 from etude.records import Task, ToolCall
 from etude_quickstart.memory_backend import MemoryBackend
 from tests.fakes.indexes import until_built
@@ -15,8 +15,8 @@ def test_a_session_searches_the_index_of_its_template_and_sees_its_own_edits(tmp
     async def run():
         backend = MemoryBackend()
         indexes = TemplateIndexes(tmp_path, None)
-        site = Site(backend, Grader(backend), full_registry(), ToolLimits(), indexes=indexes)
-        session = EnvironmentSession.begin(site, TASK)
+        services = SessionServices(backend, Grader(backend), full_registry(), ToolLimits(), indexes=indexes)
+        session = EnvironmentSession.begin(services, TASK)
         template = session.origin.template
         assert template is not None
         await until_built(indexes, template)

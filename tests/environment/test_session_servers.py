@@ -17,7 +17,7 @@ from etude.agent import SessionLimits, agent_registry, open_renderer
 from etude.config import AgentConfig, McpConfig, RewardConfig
 from etude.controller.agent.models import describe_unknown
 from etude.environment.episodes import Environment, EpisodeLimits
-from etude.environment.sessions import EnvironmentSession, Site
+from etude.environment.sessions import EnvironmentSession, SessionServices
 from etude.environment.verdicts import Grader
 from etude.errors import ConfigError, InfrastructureError
 from etude.records import SamplingParams, Status, Task, ToolCall, ToolErrorClass, TrajectoryId
@@ -51,7 +51,9 @@ def in_sandbox(use: Callable[[SandboxBackend, dict[str, McpConfig]], Awaitable[A
 
 def begin(backend: SandboxBackend, servers: dict[str, McpConfig]) -> EnvironmentSession:
     registry = agent_registry(AgentConfig(mcp=servers))
-    return EnvironmentSession.begin(Site(backend, Grader(backend), registry, servers=servers), TASK)
+    return EnvironmentSession.begin(
+        SessionServices(backend, Grader(backend), registry, servers=servers), TASK
+    )
 
 
 async def turn(session: EnvironmentSession, *calls: ToolCall) -> list[tuple[str, ToolErrorClass | None]]:
@@ -102,7 +104,8 @@ def test_a_server_that_does_not_start_or_offers_other_tools_fails_the_session() 
         for config, words in ((other, "offers other tools"), (broken, "its error output: cannot read a.key")):
             session = begin(backend, servers)
             session = EnvironmentSession.begin(
-                Site(backend, Grader(backend), session.site.tools, servers={"lines": config}), TASK
+                SessionServices(backend, Grader(backend), session.services.tools, servers={"lines": config}),
+                TASK,
             )
             with pytest.raises(InfrastructureError, match=words):
                 await turn(session, count("a.txt"))

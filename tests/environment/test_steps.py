@@ -16,7 +16,7 @@ from etude.environment.grading import Verdict
 from etude.environment.history import SessionTurn, StepEnded
 from etude.environment.origins import Origin
 from etude.environment.replay import Replayer, replay_session
-from etude.environment.runners import Order
+from etude.environment.runners import EpisodeRequest
 from etude.environment.server.requests import find_task
 from etude.environment.sessions import EnvironmentSession
 from etude.environment.steps import StepRun, combine
@@ -38,7 +38,7 @@ from etude.sandbox.interface import SandboxBackend
 from etude.tasks.harbor import read_harbor
 from etude_quickstart.memory_backend import MemoryBackend
 from tests.environment.playing import FINISH, Turn, new_environment, renderer, script_of
-from tests.environment.server.serving import new_host, new_site
+from tests.environment.server.serving import new_host, new_services
 from tests.fakes.scripted import ScriptedSampler
 from tests.sandbox.backends import with_backend
 from tests.tasks.harbor_tasks import Files, write_task
@@ -138,7 +138,7 @@ def test_processes_of_the_agent_live_on_from_step_to_step(tmp_path: Path) -> Non
     task = write_steps(tmp_path)
 
     async def scenario(backend: SandboxBackend) -> tuple[int, Verdict]:
-        session = EnvironmentSession.begin(new_environment(backend)._site, task)
+        session = EnvironmentSession.begin(new_environment(backend)._services, task)
         background = await session.sandbox.commands.run("sleep 60 > /dev/null 2>&1 & echo $!")
         await session.sandbox.commands.run("sed -i 1s/.*/hello/ words.txt")
         assert await session.next_step() == "Now write bye in line 2."
@@ -184,17 +184,20 @@ def test_a_session_is_told_again_with_its_steps(tmp_path: Path) -> None:
 
     async def scenario(backend: SandboxBackend) -> None:
         environment = new_environment(backend)
-        session = environment._new_session(Order(task, IDENTITY, (7, 1), SamplingParams()))
-        world = EnvironmentSession.begin(environment._site, task)
+        session = environment._new_session(EpisodeRequest(task, IDENTITY, (7, 1), SamplingParams()))
+        env_session = EnvironmentSession.begin(environment._services, task)
         replay = await replay_session(
-            trajectory, session, Replayer(world, world.context, next_step=world.next_step), 4
+            trajectory,
+            session,
+            Replayer(env_session, env_session.context, next_step=env_session.next_step),
+            4,
         )
         assert replay.equal and replay.num_calls == 4
         segment = trajectory.segments[0]
         tokens = session.recording.tokens
         assert tokens.tolist() == segment.tokens[: len(tokens)].tolist()
-        assert [ended.verdict.passed for ended in world.history.steps] == [True]
-        await world.close()
+        assert [ended.verdict.passed for ended in env_session.history.steps] == [True]
+        await env_session.close()
 
     with_backend("local", scenario)
 
@@ -210,8 +213,8 @@ def test_siblings_that_leave_in_a_later_step_go_on_in_it(tmp_path: Path, wrong: 
 
     async def scenario(backend: SandboxBackend):
         plan = ForkPlan("first_edit", (sibling,), (7, 1))
-        order = Order(task, IDENTITY, (7, 0), SamplingParams(), True, plan)
-        return await new_environment(backend).play(order, sampler)
+        request = EpisodeRequest(task, IDENTITY, (7, 0), SamplingParams(), True, plan)
+        return await new_environment(backend).play(request, sampler)
 
     episode = with_backend("local", scenario)
     assert episode.refused is None
@@ -222,14 +225,15 @@ def test_siblings_that_leave_in_a_later_step_go_on_in_it(tmp_path: Path, wrong: 
 
 def test_the_time_of_a_step_is_taken_over_by_forks_in_the_same_step_only() -> None:
     async def scenario() -> list[float]:
-        site = new_site()
+        services = new_services()
         origin = Origin()
-        session = EnvironmentSession(site, origin, await site.backend.create(), TASK)
+        session = EnvironmentSession(services, origin, await services.backend.create(), TASK)
         session.history.add(SessionTurn((), ()))
         session.history.steps.append(StepEnded(1, given(reward=1)))
         session.tool_time.spent_s = 5.0
         made = [
-            session.branch(await site.backend.create(), turn, session.context.state, None) for turn in (0, 1)
+            session.branch(await services.backend.create(), turn, session.context.state, None)
+            for turn in (0, 1)
         ]
         await finish_all(one.close() for one in [session, *made])
         return [one.tool_time.spent_s for one in made]

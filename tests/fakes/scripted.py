@@ -51,7 +51,7 @@ class ScriptedSampler:
         self.requests: list[SampleRequest] = []
         """Every request, for tests."""
 
-    def open(self, session_id: str, beside: str | None = None) -> None:
+    def open(self, session_id: str, sibling: str | None = None) -> None:
         self.open_sessions.add(session_id)
 
     def close(self, session_id: str) -> None:

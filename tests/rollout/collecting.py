@@ -10,7 +10,7 @@ from typing import Any, cast
 from etude.config import RlConfig
 from etude.environment.episodes import Environment
 from etude.environment.fork_groups import ForkedEpisode
-from etude.environment.runners import Order, Player
+from etude.environment.runners import EpisodeRequest, EpisodeRunner
 from etude.protocols import Sampler
 from etude.records import RewardBreakdown, SamplingParams, Status, Task, TrajectoryId
 from etude.rollout import GroupCollector
@@ -21,7 +21,7 @@ Verdicts = Callable[[int, int], float | None]
 """(task number, index in the group) -> the task's part of the reward; None: the infrastructure failed."""
 
 
-class GivenVerdicts(Player):
+class GivenVerdicts(EpisodeRunner):
     """Stands in for an Environment: no session is played, the verdict of each is known beforehand."""
 
     def __init__(self, verdicts: Verdicts) -> None:
@@ -29,10 +29,10 @@ class GivenVerdicts(Player):
         self.running = self.most_running = 0
         self._verdicts = verdicts
 
-    async def play(self, order: Order, sampler: object) -> ForkedEpisode:
+    async def play(self, request: EpisodeRequest, sampler: object) -> ForkedEpisode:
         """A session of one step of the event loop."""
-        identity = order.identity
-        self.asked.append((identity, order.rng_key, order.params))
+        identity = request.identity
+        self.asked.append((identity, request.rng_key, request.params))
         self.running += 1
         self.most_running = max(self.most_running, self.running)
         await asyncio.sleep(0)

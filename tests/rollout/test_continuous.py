@@ -12,7 +12,7 @@ from benchmarks.simulation.rollout import SessionShapes, SimulatedEngine, Simula
 from etude.config import RlConfig
 from etude.environment.episodes import Environment
 from etude.environment.fork_groups import ForkedEpisode
-from etude.environment.runners import Order
+from etude.environment.runners import EpisodeRequest
 from etude.errors import StoreError
 from etude.protocols import Sampler
 from etude.records import Group, PolicyVersion, Status, Trajectory, WeightManifest
@@ -232,13 +232,13 @@ class FailingAt:
         self._inner, self._index, self._error = inner, index, error
         self.running = 0
 
-    async def play(self, order: Order, sampler: Sampler) -> ForkedEpisode:
+    async def play(self, request: EpisodeRequest, sampler: Sampler) -> ForkedEpisode:
         self.running += 1
         try:
-            episode = await self._inner.play(order, sampler)
+            episode = await self._inner.play(request, sampler)
         finally:
             self.running -= 1
-        if order.identity.index != self._index:
+        if request.identity.index != self._index:
             return episode
         if self._error is not None:
             raise self._error

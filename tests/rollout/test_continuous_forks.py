@@ -9,7 +9,7 @@ from benchmarks.simulation.rollout import SimulatedEnvironment, run_virtual
 
 from etude.config import RlConfig
 from etude.environment.fork_groups import ForkedEpisode, ForkRefusal, branch_of
-from etude.environment.runners import Order
+from etude.environment.runners import EpisodeRequest
 from etude.protocols import Sampler
 from etude.records import Group, GroupOrigin, Trajectory
 from etude.rollout import Collected, ContinuousCollector
@@ -33,9 +33,9 @@ class Forking:
     def most_running(self) -> int:
         return self._inner.most_running
 
-    async def play(self, order: Order, sampler: Sampler) -> ForkedEpisode:
-        played = await self._inner.play(order, sampler)
-        forked, plan = played.trajectory, order.plan
+    async def play(self, request: EpisodeRequest, sampler: Sampler) -> ForkedEpisode:
+        played = await self._inner.play(request, sampler)
+        forked, plan = played.trajectory, request.plan
         if plan is None:
             return played
         if len(forked.turns) < 2:
@@ -44,7 +44,7 @@ class Forking:
         origin = GroupOrigin(at.segment_id, at.start, "")
         siblings = await asyncio.gather(
             *(
-                self._inner.run(order.task, one.identity, sampler, one.rng_key, order.params, True)
+                self._inner.run(request.task, one.identity, sampler, one.rng_key, request.params, True)
                 for one in plan.siblings
             )
         )

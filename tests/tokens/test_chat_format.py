@@ -300,7 +300,7 @@ def test_transformers_renders_the_tokens_that_sessions_have(
         messages = [*system, *spoken[:length]]
         words, rest = read_messages(messages)
         opening = Opening(words, read_tools(tools))
-        framing = Framing(chosen.shelf().find(opening), opening)
+        framing = Framing(chosen.renderers().find(opening), opening)
         begins = [opening, *rest] if words or tools else rest
         parts = [framing.render_given(message, first=not place) for place, message in enumerate(begins)]
         expected = judge.apply_chat_template(

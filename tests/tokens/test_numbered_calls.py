@@ -121,7 +121,7 @@ def test_a_served_conversation_numbers_calls_whatever_ids_its_client_gives() -> 
     renamed = json.loads(json.dumps(talk).replace("functions.read_file:", "call_"))
     shuffled = [talk[0], talk[1], talk[3], talk[2], *talk[4:]]
     prompts = [
-        ChatFrames(kimi().shelf()).prompt([Opening("Be brief."), *read_messages(told)[1]], "").tokens
+        ChatFrames(kimi().renderers()).prompt([Opening("Be brief."), *read_messages(told)[1]], "").tokens
         for told in (talk, renamed, shuffled)
     ]
     text = renderer().tokenizer.decode(prompts[0])
@@ -181,7 +181,7 @@ def test_transformers_renders_the_tokens_that_conversations_with_numbered_calls_
     for talk in ([USER], [USER, *turn(0)], [USER, *turn(0, 1), *turn(2), *turn(3, 4), USER]):
         words, rest = read_messages([*system, *talk])
         opening = Opening(words, read_tools(tools))
-        framing = Framing(kimi().shelf().find(opening), opening)
+        framing = Framing(kimi().renderers().find(opening), opening)
         begins = [opening, *rest] if words or tools else rest
         parts = [framing.render_given(message, first=not place) for place, message in enumerate(begins)]
         ours = np.concatenate([*parts, framing.answer_frame()]).tolist()

@@ -132,7 +132,7 @@ def test_scripted_answers_end_with_the_opener_of_results_where_they_call_a_tool(
 
 @pytest.mark.parametrize("end", ["<|observation|>", "<|user|>", ""])
 def test_a_served_conversation_goes_on_from_the_tokens_that_were_sampled(end: str) -> None:
-    frames = ChatFrames(glm().shelf())
+    frames = ChatFrames(glm().renderers())
     opening = Opening("Be brief.", ())
     prompt = frames.prompt([opening, UserWords("Fix it.")], "key")
     sampled = answer("\n<think>Why?</think>\nI  look.", end)
@@ -148,7 +148,7 @@ def test_a_served_conversation_goes_on_from_the_tokens_that_were_sampled(end: st
 
 @pytest.mark.parametrize("end", ["<|observation|>", "<|user|>", ""])
 def test_a_recorded_branch_grows_behind_the_end_that_was_sampled(end: str) -> None:
-    session_map = SessionMap("run/t/e0/g0/0", glm().shelf().find, MapLimits(), True)
+    session_map = SessionMap("run/t/e0/g0/0", glm().renderers().find, MapLimits(), True)
     talk = [Opening("Be brief.", ()), UserWords("Fix it.")]
     first = session_map.begin(talk, SamplingParams())
     start = len(first.tokens)

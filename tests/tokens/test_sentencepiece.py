@@ -111,7 +111,7 @@ def _judge(tokenizer: Tokenizer, directory: Path) -> Any:
 
 def _serve(tokenizer: Tokenizer, talk: list[dict[str, str]], **options: Any) -> list[int]:
     words, rest = read_messages(talk)
-    frames = ChatFrames(choose_format(tokenizer, **options).shelf())
+    frames = ChatFrames(choose_format(tokenizer, **options).renderers())
     return frames.prompt([Opening(words), *rest], "").tokens.tolist()
 
 

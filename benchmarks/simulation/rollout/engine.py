@@ -43,7 +43,7 @@ class SimulatedEngine:
 
     # ---- Sampler --------------------------------------------------------------------------------
 
-    def open(self, session_id: str, beside: str | None = None) -> None:
+    def open(self, session_id: str, sibling: str | None = None) -> None:
         """See Sampler.open."""
         self._sessions[session_id] = 0
 

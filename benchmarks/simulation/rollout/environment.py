@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from etude.agent import AgentSession, SessionLimits, run_session
 from etude.environment.fork_groups import ForkedEpisode
-from etude.environment.runners import Order, Player
+from etude.environment.runners import EpisodeRequest, EpisodeRunner
 from etude.protocols import OnCall, OnResult, Sampler
 from etude.records import RewardBreakdown, ToolCall, ToolResult
 from etude.tokens.renderer import Renderer
@@ -24,7 +24,7 @@ _LENGTH_STEP = 1.1
 """Message lengths are rounded to powers of this factor, so that few messages are rendered."""
 
 
-class SimulatedEnvironment(Player):
+class SimulatedEnvironment(EpisodeRunner):
     """Replaces an Environment: episodes whose turns and durations are drawn from SessionShapes.
 
     Each turn but the last calls one tool. `message` is the source of a SimulatedEngine's messages.
@@ -51,18 +51,18 @@ class SimulatedEnvironment(Player):
         lengths = self._drawn[session_id].message_tokens
         return self._render(lengths[number], number + 1 == len(lengths))
 
-    async def play(self, order: Order, sampler: Sampler) -> ForkedEpisode:
-        """See Player.play. There are no infrastructure failures."""
-        task, identity = order.task, order.identity
+    async def play(self, request: EpisodeRequest, sampler: Sampler) -> ForkedEpisode:
+        """See EpisodeRunner.play. There are no infrastructure failures."""
+        task, identity = request.task, request.identity
         shape = self._shapes.draw(task, identity.group, identity.index)
         session_id = f"{identity}~0"
         longest = max(len(self._render(length, True)) for length in shape.message_tokens)
-        params = replace(order.params, max_tokens=max(order.params.max_tokens, longest))
+        params = replace(request.params, max_tokens=max(request.params.max_tokens, longest))
         session = AgentSession(task.instruction, self._renderer, identity, self._limits, params)
         self._drawn[session_id] = shape
         self.most_running = max(self.most_running, len(self._drawn))
         try:
-            await run_session(session, sampler, _Tools(shape.tool_s), session_id, order.rng_key)
+            await run_session(session, sampler, _Tools(shape.tool_s), session_id, request.rng_key)
             await asyncio.sleep(shape.grade_s)
         finally:
             del self._drawn[session_id]

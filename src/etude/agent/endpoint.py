@@ -142,7 +142,7 @@ class EndpointSampler(Sampler):
         """Closes connections. Idempotent."""
         await self._client.close()
 
-    def open(self, session_id: str, beside: str | None = None) -> None:
+    def open(self, session_id: str, sibling: str | None = None) -> None:
         """See Sampler.open."""
 
     def close(self, session_id: str) -> None:

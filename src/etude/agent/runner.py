@@ -21,7 +21,7 @@ from etude.records import SampleRequest, Status, ToolCall, ToolResult
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
+class RetryPolicy:
     """Retry policy for failures of the sampler."""
 
     sampler_attempts: int = 1
@@ -62,7 +62,7 @@ async def run_session(
     workspace: Workspace,
     session_id: str,
     rng_key: tuple[int, ...],
-    patience: Patience | None = None,
+    retry_policy: RetryPolicy | None = None,
     listener: Listener | None = None,
     log: CallLog | None = None,
     next_message: NextMessage | None = None,
@@ -82,7 +82,7 @@ async def run_session(
         workspace,
         session_id,
         rng_key,
-        patience or Patience(),
+        retry_policy or RetryPolicy(),
         listener or _ignore,
         log,
         next_message,
@@ -105,7 +105,7 @@ class _Driver:
     workspace: Workspace
     session_id: str
     rng_key: tuple[int, ...]
-    patience: Patience
+    retry_policy: RetryPolicy
     listener: Listener
     log: CallLog | None
     next_message: NextMessage | None
@@ -192,11 +192,11 @@ class _Driver:
     async def _prepare_retry(self, error: InfrastructureError) -> None:
         """Waits before the next attempt; raises the error after the last one."""
         self.failures += 1
-        if self.failures >= self.patience.sampler_attempts:
+        if self.failures >= self.retry_policy.sampler_attempts:
             raise error
         self.session.on_prefix_miss()
         self.listener(Retried(error, self.failures))
-        await asyncio.sleep(Backoff(self.patience.backoff_s).pause_s(self.failures))
+        await asyncio.sleep(Backoff(self.retry_policy.backoff_s).pause_s(self.failures))
 
     def _request(self, sample: Sample) -> SampleRequest:
         number, self.requests = self.requests, self.requests + 1

@@ -22,7 +22,7 @@ from etude.kit.secrets import read_secret_file
 if TYPE_CHECKING:
     from etude.config import AgentConfig
     from etude.environment.tells import Tell
-    from etude.environment.verdicts import Site
+    from etude.environment.verdicts import SessionServices
     from etude.protocols import Workspace
     from etude.records import Task
     from etude.sandbox.interface import SandboxBackend
@@ -116,9 +116,9 @@ def serve_command(
         from etude.controller.starting import resolve_servers
 
         agent = resolve_servers(agent, open_sandboxes, lambda: next(iter(found.values()), None))
-    site = new_site(open_sandboxes(), agent, snapshot_every, life_s)
+    services = new_services(open_sandboxes(), agent, snapshot_every, life_s)
     limits = HostLimits(tenant_sessions=max_sessions, idle_s=idle_s)
-    sessions = SessionHost(site, limits, found, roots or ())
+    sessions = SessionHost(services, limits, found, roots or ())
     serve(
         sessions,
         host=host,
@@ -195,21 +195,21 @@ def tells_command(
         raise typer.Exit(EXIT_TELLS)
 
 
-def new_site(
+def new_services(
     backend: SandboxBackend,
     agent: AgentConfig,
     snapshot_every: int = 0,
     life_s: float | None = None,
-) -> Site:
-    """A Site for a server or a probe, with the tools, index and MCP servers of `agent`."""
+) -> SessionServices:
+    """A SessionServices for a server or a probe, with the tools, index and MCP servers of `agent`."""
     from etude.agent import agent_registry
     from etude.agent.index.opening import new_indexes
-    from etude.environment.verdicts import Grader, Site
+    from etude.environment.verdicts import Grader, SessionServices
 
     def say(words: str) -> None:
         error_console().print(words, markup=False)
 
-    return Site(
+    return SessionServices(
         backend,
         Grader(backend),
         agent_registry(agent, "core"),
@@ -298,15 +298,15 @@ async def _open_place(place: str, tools: str, token: str | None) -> AsyncIterato
     kind, _, backend = place.partition(":")
     async with AsyncExitStack() as stack:
         if kind == "rollout":
-            site = new_site(_backend(backend), _agent_of(None, tools))
-            stack.push_async_callback(site.backend.close)
-            session = await EnvironmentSession.open(site, Origin(Template(files, "files")))
+            services = new_services(_backend(backend), _agent_of(None, tools))
+            stack.push_async_callback(services.backend.close)
+            session = await EnvironmentSession.open(services, Origin(Template(files, "files")))
             stack.push_async_callback(session.close)
-            yield session, site.tools.digest
+            yield session, services.tools.digest
             return
         if kind == "cloud":
             place = await stack.enter_async_context(
-                served(build_app(SessionHost(new_site(_backend(backend), _agent_of(None, tools)))))
+                served(build_app(SessionHost(new_services(_backend(backend), _agent_of(None, tools)))))
             )
             token = None
         elif kind not in ("http", "https"):

@@ -112,14 +112,14 @@ def serve_command(
             default_max_tokens=max_answer_tokens,
         )
         version = PolicyVersion(lineage or opened.served.name, step)
-        shelf = opened.served.shelf
-        assert shelf is not None, "only the template `none` has no shelf, and it is refused"
+        renderers = opened.served.renderers
+        assert renderers is not None, "only the template `none` has no renderers, and it is refused"
 
         async def run() -> None:
             """Runs the engine and the server until a signal."""
             choice = EngineChoice(num_slots, 0, kernels, 0)
             async with running_engine(opened, version, choice) as engine:
-                recordings = Recordings(engine.service, shelf, store, tenants, limits)
+                recordings = Recordings(engine.service, renderers, store, tenants, limits)
                 async with following(engine, follow, engine.manifest.version, opened.directory):
                     await serve(
                         recordings,

@@ -64,11 +64,11 @@ def open_checkpoint(
 
     tokenizer, weights = load_own(directory, "MODEL")
     grammar, template = speech
-    shelf = None
+    renderers = None
     if template != "none":
         from etude.tokens.chat_format import choose_format
 
-        shelf = choose_format(tokenizer, template, grammar).shelf()
+        renderers = choose_format(tokenizer, template, grammar).renderers()
     longest = weights.config.max_positions - 1
     if max_context is not None and max_context > longest:
         raise UserError(
@@ -78,10 +78,10 @@ def open_checkpoint(
             fix=f"set it to {longest} or less",
         )
     ends = _end_tokens(directory, tokenizer)
-    if shelf is not None:
+    if renderers is not None:
         from etude.tokens.chat.messages import Opening
 
-        ends |= shelf.find(Opening()).end_tokens
+        ends |= renderers.find(Opening()).end_tokens
     if not ends:
         raise ConfigError(
             "the checkpoint does not say which token ends an answer",
@@ -94,7 +94,7 @@ def open_checkpoint(
         tokenizer,
         ends,
         max_context or longest,
-        shelf,
+        renderers,
         max_answer,
         int(time.time()),
     )

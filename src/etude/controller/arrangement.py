@@ -47,7 +47,7 @@ class Arrangement:
     training: AbstractAsyncContextManager[Handle[TrainingPart]]
     """Opens the trainer: a Handle of a TrainingPart or of an equivalent. It may hold processes, so it is
     closed before the final evaluations."""
-    beside: BackgroundEvaluation | None = None
+    background: BackgroundEvaluation | None = None
     """Evaluates versions during training."""
 
 
@@ -66,7 +66,7 @@ class RunContext:
     metrics: MetricSink
     observer: Observer
     faults: dict[str, int]
-    """Counts of faults, those of earlier sittings included."""
+    """Counts of faults, those of earlier processes included."""
     heldout: Sequence[Task] = ()
     """Tasks of the evaluation during training."""
 

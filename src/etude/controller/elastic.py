@@ -81,7 +81,7 @@ class ElasticPool:
         """`day`: second of the day, UTC. Raises ConfigError where the token cannot be read."""
         self._settings: ElasticConfig = config.elastic
         self._name = f"{config.name}-{uuid.uuid4().hex[:8]}"
-        """Unique to this sitting: two runs of one name must not share a loan."""
+        """Unique to this process: two runs of one name must not share a loan."""
         self._has_workers = config.cluster.workers > 0
         self._store = store_address(config)
         self._needs = needs

@@ -118,7 +118,7 @@ def _with_servers(target: Target, tasks: Sequence[Task]) -> Target:
 
 
 class _Evaluation:
-    """One sitting of an evaluation."""
+    """One process of an evaluation."""
 
     def __init__(
         self,

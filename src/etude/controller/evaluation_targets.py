@@ -19,7 +19,7 @@ from etude.controller.engines import serve_model
 from etude.controller.evaluate import find_checkpoint, load_policy
 from etude.controller.parts import open_parts
 from etude.environment.episodes import Environment, EpisodeLimits
-from etude.environment.runners import Player
+from etude.environment.runners import EpisodeRunner
 from etude.errors import ConfigError
 from etude.observe import RunDirectory
 from etude.protocols import Sampler
@@ -92,7 +92,7 @@ class Target:
 class OpenTarget:
     """A target that is ready to play: a sampler and an environment."""
 
-    runner: Player
+    runner: EpisodeRunner
     sampler: Sampler
     params: SamplingParams
     max_sessions: int
@@ -207,7 +207,7 @@ async def _open_policy(target: Target, temperature: float | None) -> AsyncIterat
                 None,
                 policy.registry,
                 policy.system,
-                policy.patience,
+                policy.retry_policy,
                 config.agent,
             )
             units = float(BYTES_PER_TOKEN) if is_endpoint else 1.0

@@ -15,7 +15,7 @@ from etude.agent import AgentSession, JournaledSession, run_session
 from etude.agent.tools.state import HARNESS_DIRECTORY
 from etude.controller.agent.folders import SessionFolder, sessions_directory
 from etude.controller.agent.models import ModelChoice, Policy, open_policy
-from etude.controller.replaying import check_turn, open_world, recorded_session
+from etude.controller.replaying import check_turn, open_environment_session, recorded_session
 from etude.controller.stored import Stored
 from etude.environment.fork_groups import renamed
 from etude.environment.replay import Replay, Replayer, check_replayable, replay_session
@@ -60,10 +60,10 @@ async def sample_fork(stored: Stored, fork: Fork) -> tuple[Trajectory, Replay]:
     _check(stored, fork)
     async with (
         open_policy(fork.choice, True) as policy,
-        open_world(stored, fork.task, fork.backend, policy.registry) as world,
+        open_environment_session(stored, fork.task, fork.backend, policy.registry) as env_session,
     ):
         session = recorded_session(stored, fork.task, policy.renderer)
-        replay = await _replay_to(stored, fork, session, world, None)
+        replay = await _replay_to(stored, fork, session, env_session, None)
         if fork.temperature is not None:
             session.params = replace(session.params, temperature=fork.temperature)
         identity = stored.trajectory.id
@@ -73,20 +73,24 @@ async def sample_fork(stored: Stored, fork: Fork) -> tuple[Trajectory, Replay]:
         timings = await run_session(
             session,
             _sampler_of(policy, fork.turn),
-            world,
+            env_session,
             f"{identity}+{fork.turn}",
             key,
-            patience=policy.patience,
-            next_message=world.next_step,
+            retry_policy=policy.retry_policy,
+            next_message=env_session.next_step,
         )
         status = session.status
         assert status is not None, "run_session ended without an end"
-        outcome = await world.submit(status, session.cause)
+        outcome = await env_session.submit(status, session.cause)
         trajectory = session.trajectory(
             None,
             outcome.reward,
-            image_digest=world.origin.digest,
-            timings={"sample_s": timings.sample_s, "tools_s": timings.tools_s, "grade_s": world.grade_s},
+            image_digest=env_session.origin.digest,
+            timings={
+                "sample_s": timings.sample_s,
+                "tools_s": timings.tools_s,
+                "grade_s": env_session.grade_s,
+            },
         )
     return _with_identity(trajectory, fork.turn, outcome.verdict.passed), replay
 
@@ -103,16 +107,16 @@ async def create_session(stored: Stored, fork: Fork, directory: Path) -> ForkedS
     try:
         async with (
             open_policy(fork.choice, True) as policy,
-            open_world(stored, task, fork.backend, policy.registry) as world,
+            open_environment_session(stored, task, fork.backend, policy.registry) as env_session,
         ):
             session = recorded_session(stored, task, policy.renderer)
             folder = SessionFolder.create(sessions_directory(), directory, choice, "ask")
-            journal = JournaledSession.create(folder.journal, session, world.context.state)
+            journal = JournaledSession.create(folder.journal, session, env_session.context.state)
             try:
-                replay = await _replay_to(stored, fork, session, world, journal)
+                replay = await _replay_to(stored, fork, session, env_session, journal)
             finally:
                 journal.close()
-            files = await _workspace_files(world, task)
+            files = await _workspace_files(env_session, task)
         folder.update(test_paths=tuple(task.test_paths))
         folder.add_prompt(task.instruction, 0)
         _write(directory, files)
@@ -135,11 +139,11 @@ async def _replay_to(
     stored: Stored,
     fork: Fork,
     session: AgentSession,
-    world: EnvironmentSession,
+    env_session: EnvironmentSession,
     journal: JournaledSession | None,
 ) -> Replay:
     """Replays `session` up to the fork's turn. Raises ConfigError if it had ended there."""
-    replayer = Replayer(world, world.context, next_step=world.next_step)
+    replayer = Replayer(env_session, env_session.context, next_step=env_session.next_step)
     replay = await replay_session(stored.trajectory, session, replayer, fork.turn, journal)
     if session.status is not None:
         ended = f"{session.status.value}{f' ({session.cause})' if session.cause else ''}"
@@ -176,10 +180,10 @@ def _check_directory(directory: Path) -> Path:
     return directory
 
 
-async def _workspace_files(world: EnvironmentSession, task: Task) -> dict[str, bytes]:
+async def _workspace_files(env_session: EnvironmentSession, task: Task) -> dict[str, bytes]:
     """The current files of the workspace, without the harness's own."""
     files = {path: text.encode() for path, text in task.files.items()}
-    for path, data in (await world.diff()).items():
+    for path, data in (await env_session.diff()).items():
         if data is None:
             files.pop(path, None)
         elif "__pycache__" not in path.split("/"):

@@ -12,7 +12,7 @@ from etude.agent import agent_format, open_renderer
 from etude.agent.recording import KeepRoutes
 from etude.config import HarnessConfig, RunConfig
 from etude.environment.episodes import Environment, EpisodeLimits
-from etude.environment.runners import TimedPlayer
+from etude.environment.runners import TimedEpisodeRunner
 from etude.errors import ConfigError
 from etude.sandbox.interface import SandboxBackend
 from etude.sandbox.local.backend import LocalBackend
@@ -34,7 +34,7 @@ async def open_environment(
     tokenizer: Tokenizer,
     limits: EpisodeLimits,
     keep_routes: KeepRoutes,
-) -> AsyncIterator[TimedPlayer]:
+) -> AsyncIterator[TimedEpisodeRunner]:
     """Opens a run's player in this process; closes it and the backend at exit. Raises as `check_harness`."""
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(backend.close)
@@ -53,7 +53,7 @@ async def _open_harness(
     tokenizer: Tokenizer,
     limits: EpisodeLimits,
     keep_routes: KeepRoutes,
-) -> TimedPlayer:
+) -> TimedEpisodeRunner:
     """The player for a foreign agent, with its endpoint, which `stack` closes."""
     # They import FastAPI, which other runs do not need.
     from etude.environment.harness import HarnessEnvironment
@@ -68,10 +68,10 @@ async def _open_harness(
     if limits.session.max_session_tokens:
         map_limits = replace(map_limits, max_session_tokens=limits.session.max_session_tokens)
     renderer = open_renderer(tokenizer, config.agent)
-    shelf = agent_format(tokenizer, config.agent).shelf()
+    renderers = agent_format(tokenizer, config.agent).renderers()
     body_bytes = _BODY_BYTES + map_limits.max_context_tokens * _BYTES_PER_TOKEN
     allowed = RecordingLimits(body_bytes, requests_per_session=_REQUESTS, session=map_limits)
-    sessions = LiveSessions(shelf, allowed)
+    sessions = LiveSessions(renderers, allowed)
     url, reach = await stack.enter_async_context(served(build_app(sessions))), tuple[str, ...]()
     if backend.capabilities().network:
         backend.own_server = urlsplit(url).netloc

@@ -61,13 +61,13 @@ SESSIONS_BEFORE = "sessions_before.json"
 
 
 def add_stage_time(report: dict[str, Any], name: str, seconds: float) -> None:
-    """Adds to the time of a stage, which includes earlier sittings."""
+    """Adds to the time of a stage, which includes earlier processes."""
     stages = report.setdefault("stages", {})
     stages[name] = stages.get(name, 0.0) + seconds
 
 
 class Judging:
-    """Evaluations of one sitting of a run. Adds their results to the run's report."""
+    """Evaluations of one process of a run. Adds their results to the run's report."""
 
     def __init__(
         self,
@@ -130,7 +130,7 @@ class Judging:
         trainer: Handle[Trainer],
         parts: Parts,
     ) -> None:
-        """Evaluates the mid-trained model and writes the report; skips what an earlier sitting has done.
+        """Evaluates the mid-trained model and writes the report; skips what an earlier process has done.
         `others`: tasks of families that are never trained on."""
         judged = self._report.get("families", {})
         lacks_families = any("before" not in judged.get(kind.name, {}) for kind in family.acting)
@@ -159,7 +159,7 @@ class Judging:
 
     async def judge_families(self, family: TaskFamily, when: str, parts: Parts) -> None:
         """Evaluates the families that only acting solves, and writes the report; skips what an earlier
-        sitting has done. `when`: "before" or "after" reinforcement learning."""
+        process has done. `when`: "before" or "after" reinforcement learning."""
         settings, slots = self._config.evaluation, self._config.engine.num_slots
         found: dict[str, dict[str, Any]] = self._report.setdefault("families", {}) if family.acting else {}
         for kind in family.acting:

@@ -62,8 +62,8 @@ class Learner:
 
 
 @dataclass(frozen=True, slots=True)
-class Sitting:
-    """One sitting of a run: one process from start or resumption to its end."""
+class StageContext:
+    """A stage's run in this process, from start or resumption to its end."""
 
     config: RunConfig
     stage: Stage
@@ -91,15 +91,15 @@ class Sitting:
         return _Training(self, learner, mixture, heldout).execute()
 
 
-def run_sitting(
+def run_stage(
     stage: Stage,
     config: RunConfig,
     run: RunDirectory,
     observer: Observer,
     resume: bool,
-    train: Callable[[Sitting], dict[str, Any]],
+    train: Callable[[StageContext], dict[str, Any]],
 ) -> dict[str, Any]:
-    """Runs `train` in a new sitting and returns its report, or the report of a finished run."""
+    """Runs `train` in this process and returns its report, or the report of a finished run."""
     with run.lock():
         report: dict[str, Any] = (run.read_json(run.report_file) or {}) if resume else {}
         if report.get("complete"):
@@ -107,18 +107,18 @@ def run_sitting(
             return report
         with JsonlSink(run.metrics_file) as metrics, open_stop(config, run, metrics, observer) as stop:
             config = resolve_compute(run, resolve(config), observer)
-            return train(Sitting(config, stage, run, observer, stop, metrics, report))
+            return train(StageContext(config, stage, run, observer, stop, metrics, report))
 
 
 class _Training:
-    """The stage of one sitting."""
+    """The stage of one process."""
 
     def __init__(
-        self, sitting: Sitting, learner: Learner, mixture: Mixture, heldout: Callable[[int], Heldout]
+        self, context: StageContext, learner: Learner, mixture: Mixture, heldout: Callable[[int], Heldout]
     ) -> None:
-        self.config, self.section, self.stage = sitting.config, sitting.section, sitting.stage
-        self.run, self.observer, self.stop = sitting.run, sitting.observer, sitting.stop
-        self.metrics, self.report = sitting.metrics, sitting.report
+        self.config, self.section, self.stage = context.config, context.section, context.stage
+        self.run, self.observer, self.stop = context.run, context.observer, context.stop
+        self.metrics, self.report = context.metrics, context.report
         self.tokenizer, self.model, self.drafts = learner.tokenizer, learner.model, learner.drafts
         self.mixture, self.heldout = mixture, heldout
 
@@ -307,7 +307,7 @@ def resolve(config: RunConfig) -> RunConfig:
 
 
 def open_stop(config: RunConfig, run: RunDirectory, metrics: MetricSink, observer: Observer) -> StopSignal:
-    """The stop signal of this sitting; earlier sittings' wall time counts, as of the last checkpoint."""
+    """The stop signal of this process; earlier processes' wall time counts, as of the last checkpoint."""
     newest = find_resumable(run.checkpoints / LATEST, metrics, observer)
     state = read_state(newest) if newest is not None else None
     return StopSignal(observer, config.max_wall_s, float((state or {}).get("elapsed_s", 0.0)))

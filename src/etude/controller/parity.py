@@ -53,7 +53,7 @@ class ParityGate:
         """`prompts`: scored until there are rollouts."""
         self.worst: dict[str, float] = {}
         """Largest figures of all checks, the number of checks and of failed ones. A resumed run restores the
-        values of earlier sittings."""
+        values of earlier processes."""
         self._config: ParityConfig = config.parity
         self._exact = config.numerics == "invariant"
         self._replays = config.rl.router_replay == "r3"

@@ -21,7 +21,7 @@ from etude.controller.engines import (
 from etude.controller.harness import open_environment
 from etude.controller.remote.fleet import EngineFleet
 from etude.environment.episodes import EpisodeLimits
-from etude.environment.runners import TimedPlayer
+from etude.environment.runners import TimedEpisodeRunner
 from etude.model import LanguageModel
 from etude.model.loading import AnyModel
 from etude.store.blobs import Blobs, open_blobs
@@ -42,7 +42,7 @@ class Parts:
     blobs: Blobs
     weights: WeightPublisher
     service: Service
-    environment: TimedPlayer
+    environment: TimedEpisodeRunner
 
 
 @contextlib.asynccontextmanager

@@ -16,9 +16,9 @@ from etude.controller.corpora import (
 from etude.controller.mixtures import (
     Heldout,
     Learner,
-    Sitting,
+    StageContext,
     resolve,
-    run_sitting,
+    run_stage,
     window_of,
 )
 from etude.controller.stored import RUN_TOKENIZER
@@ -36,21 +36,21 @@ def check_pretraining(config: RunConfig) -> None:
 def pretrain(config: RunConfig, run: RunDirectory, observer: Observer, resume: bool) -> dict[str, Any]:
     """Trains as the section `pretrain` says and returns the report, which is also in `report.json`.
 
-    With `resume` continues where an earlier sitting of the same run ended, however it ended: bit for bit with
+    With `resume` continues where an earlier process of the same run ended, however it ended: bit for bit with
     the same number of processes and threads.
     Raises InterruptedRunError after Ctrl-C or SIGTERM, with the state saved.
     """
-    return run_sitting("pretrain", config, run, observer, resume, _pretrain)
+    return run_stage("pretrain", config, run, observer, resume, _pretrain)
 
 
-def _pretrain(sitting: Sitting) -> dict[str, Any]:
-    config, section, observer = sitting.config, sitting.config.pretrain, sitting.observer
+def _pretrain(context: StageContext) -> dict[str, Any]:
+    config, section, observer = context.config, context.config.pretrain, context.observer
     files = find_sources(section.sources)
-    tokenizer = open_tokenizer(config, sitting.run.path / RUN_TOKENIZER, files, observer)
+    tokenizer = open_tokenizer(config, context.run.path / RUN_TOKENIZER, files, observer)
     sources = open_sources(files, tokenizer, section, observer)
     learner = Learner.open(config, section, tokenizer)
-    mixture = sitting.mix(sources, window_of(learner.model, config))
-    return sitting.train(
+    mixture = context.mix(sources, window_of(learner.model, config))
+    return context.train(
         learner, mixture, lambda window: _heldout(sources, tokenizer, window, section.heldout_tokens)
     )
 

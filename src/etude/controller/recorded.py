@@ -96,7 +96,7 @@ def train_recorded(config: RunConfig, run: RunDirectory, observer: Observer, res
 
 
 class _RecordedRun:
-    """One sitting of a run on recorded trajectories."""
+    """One process of a run on recorded trajectories."""
 
     def __init__(
         self,

@@ -23,7 +23,7 @@ from etude.environment.grading import allowed_changes
 from etude.environment.origins import task_origin
 from etude.environment.running import ignore_event
 from etude.environment.scripts import run_solution
-from etude.environment.sessions import EnvironmentSession, Site
+from etude.environment.sessions import EnvironmentSession, SessionServices
 from etude.environment.verdicts import Grader
 from etude.errors import AgentError, TaskError
 from etude.kit.syntax import read_text
@@ -77,14 +77,16 @@ async def play_references(
     unknown tools.
     """
     backend, limits = open_run_backend(config.sandbox), EpisodeLimits.from_config(config)
-    site = Site(backend, Grader(backend, limits.sandbox), agent_registry(config.agent), limits.tools)
+    services = SessionServices(
+        backend, Grader(backend, limits.sandbox), agent_registry(config.agent), limits.tools
+    )
     reasons, sessions = Counter[str](), list[ScriptedSession]()
 
     async def play(task: Task) -> ScriptedSession | None:
         if len(sessions) >= count:
             return None
         try:
-            found = await _play(task, site, limits)
+            found = await _play(task, services, limits)
         except (_UnplayableError, TaskError, AgentError) as error:
             reasons[str(error)] += 1
             return None
@@ -103,37 +105,37 @@ async def play_references(
     return [session for session in played if session is not None][:count]
 
 
-async def _play(task: Task, site: Site, limits: EpisodeLimits) -> ScriptedSession:
+async def _play(task: Task, services: SessionServices, limits: EpisodeLimits) -> ScriptedSession:
     if task.steps:
         raise _UnplayableError("has several steps")
-    after = await _solve(task, site, limits)
-    world = EnvironmentSession.begin(site, task, limits.sandbox)
+    after = await _solve(task, services, limits)
+    env_session = EnvironmentSession.begin(services, task, limits.sandbox)
     try:
         turns = list[ScriptedTurn]()
-        before = await world.sandbox.files.read_many(list(after), limits.tools.file_bytes)
+        before = await env_session.sandbox.files.read_many(list(after), limits.tools.file_bytes)
         texts = {path: (read_text(old), new) for (path, new), old in zip(after.items(), before, strict=True)}
-        for calls in _write_calls(task, texts, frozenset(site.tools), limits):
-            results = await world.run_calls(calls, {}, ignore_event, ignore_event)
+        for calls in _write_calls(task, texts, frozenset(services.tools), limits):
+            results = await env_session.run_calls(calls, {}, ignore_event, ignore_event)
             if failed := next((result.output for result in results if result.error is not None), None):
                 if calls[0].name == "run_tests":
                     continue  # the task shows the agent no tests
                 raise _UnplayableError(f"a tool fails: {failed}")
-            outputs = () if world.finished else tuple(result.output for result in results)
+            outputs = () if env_session.finished else tuple(result.output for result in results)
             turns.append(ScriptedTurn(tuple(calls), outputs))
-        outcome = await world.submit()
+        outcome = await env_session.submit()
         if not outcome.verdict.passed:
             raise _UnplayableError("its session does not pass")
         return ScriptedSession(task.instruction, tuple(turns))
     finally:
-        await world.close()
+        await env_session.close()
 
 
-async def _solve(task: Task, site: Site, limits: EpisodeLimits) -> dict[str, str]:
+async def _solve(task: Task, services: SessionServices, limits: EpisodeLimits) -> dict[str, str]:
     """The new text of each file that the reference solution changes. Raises _UnplayableError."""
     if task.solution is None:
         changes: Mapping[str, bytes | str | None] = task.solution_files
     else:
-        async with await task_origin(task, limits.sandbox).make(site.backend) as sandbox:
+        async with await task_origin(task, limits.sandbox).make(services.backend) as sandbox:
             if failure := await run_solution(task, sandbox):
                 raise _UnplayableError(failure)
             changes = allowed_changes(task, await sandbox.final_diff())

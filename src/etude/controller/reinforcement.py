@@ -24,7 +24,7 @@ from etude.controller.parity import ParityGate
 from etude.controller.publication import Publication
 from etude.controller.stopping import StopSignal
 from etude.controller.utilisation import Utilisation
-from etude.environment.runners import Player
+from etude.environment.runners import EpisodeRunner
 from etude.evaluation.suite import check_infrastructure
 from etude.observe import MetricSink, Observer, shares_by_cause, summarize_behaviour, summarize_voided
 from etude.protocols import Handle, KvPolicy, Sampler, Trainer, WeightSink
@@ -101,9 +101,9 @@ class ReinforcementLoop:
         self.first_step = 0
         self.parity = {"k3": 0.0, "max_abs_dlogp": 0.0}
         """Worst over all steps: the trainer's log-probabilities against the sampled ones, at the first
-        update, when both have the same weights. A resumed run restores the values of earlier sittings."""
+        update, when both have the same weights. A resumed run restores the values of earlier processes."""
         self.sessions: dict[str, float] = {"played": 0.0}
-        """Number of sessions played, and of those voided by each cause; of all sittings, as `parity`."""
+        """Number of sessions played, and of those voided by each cause; of all processes, as `parity`."""
         self.reward = 0.0
         """Mean reward of the last step's sessions."""
         self.exhausted = False
@@ -277,7 +277,7 @@ class Validation:
 
 
 def make_collector(
-    environment: Player,
+    environment: EpisodeRunner,
     sampler: Sampler,
     tasks: TaskSource,
     config: RunConfig,

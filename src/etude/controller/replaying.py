@@ -32,7 +32,7 @@ from etude.controller.task_sets import read_with_images
 from etude.environment.episodes import EpisodeLimits
 from etude.environment.origins import task_template
 from etude.environment.replay import Replay, Replayer, check_replayable, replay_session, replay_turns
-from etude.environment.sessions import EnvironmentSession, Site
+from etude.environment.sessions import EnvironmentSession, SessionServices
 from etude.environment.verdicts import Grader
 from etude.errors import ConfigError, TaskError, UserError
 from etude.records import Task, Trajectory
@@ -123,7 +123,7 @@ def recorded_session(stored: Stored, task: Task, renderer: Renderer) -> AgentSes
 
 
 @contextlib.asynccontextmanager
-async def open_world(
+async def open_environment_session(
     stored: Stored, task: Task, backend: str | None, registry: Registry
 ) -> AsyncIterator[EnvironmentSession]:
     """Opens a new environment session on the task, as the run made them; closes it at exit.
@@ -141,12 +141,12 @@ async def open_world(
         grader = Grader(opened, limits.sandbox, reward=reward)
         indexes = None if config is None else run_indexes(config.agent.index)
         servers = {} if config is None else config.agent.mcp
-        site = Site(opened, grader, registry, limits.tools, reward, indexes, servers)
-        world = EnvironmentSession.begin(site, task, limits.sandbox)
+        services = SessionServices(opened, grader, registry, limits.tools, reward, indexes, servers)
+        env_session = EnvironmentSession.begin(services, task, limits.sandbox)
         try:
-            yield world
+            yield env_session
         finally:
-            await asyncio.shield(world.close())
+            await asyncio.shield(env_session.close())
             if indexes is not None:
                 await indexes.close()
     finally:
@@ -167,8 +167,8 @@ async def replay_stored(stored: Stored, task: Task, backend: str | None, turns: 
             agent = stored.run.config.agent
             registry = registry_of(agent_format(tokenizer, agent).tools, agent.mcp)
     session, reason = _session_of_chain(stored, task, tokenizer)
-    async with open_world(stored, task, backend, registry) as world:
-        replayer = Replayer(world, world.context, next_step=world.next_step)
+    async with open_environment_session(stored, task, backend, registry) as env_session:
+        replayer = Replayer(env_session, env_session.context, next_step=env_session.next_step)
         if session is None:
             replay = await replay_turns(stored.trajectory, replayer, turns)
         else:

@@ -26,7 +26,7 @@ from etude.tokens.chat.errors import BadRequestError
 from etude.tokens.chat.framing import Framing
 from etude.tokens.chat.messages import Answer, Message, Opening
 from etude.tokens.chat.openai_chat import read_messages, read_tools
-from etude.tokens.chat.shelf import RendererShelf
+from etude.tokens.chat.renderer_cache import RendererCache
 from etude.tokens.tokenizer import Tokenizer
 from etude.training import Document
 
@@ -34,7 +34,7 @@ _HASHES = 1 << 32
 _TOO_LONG = "longer than the window"
 _SOURCES = "name a run, ATIF files or a JSONL file (.jsonl) of chats"
 
-OpenShelf = Callable[[], RendererShelf]
+OpenRenderers = Callable[[], RendererCache]
 """Called only where messages are to be rendered."""
 
 
@@ -68,7 +68,7 @@ class SessionReader:
     """Reads sources of sessions for one tokenizer."""
 
     tokenizer: Tokenizer
-    open_shelf: OpenShelf
+    open_renderers: OpenRenderers
     observation_weight: float
     window: int
 
@@ -184,7 +184,7 @@ class SessionReader:
             if fault := _fault_of_calls(opening, rest):
                 loaded.skip(fault)
                 return []
-            framing = Framing(self.open_shelf().find(opening), opening)
+            framing = Framing(self.open_renderers().find(opening), opening)
             parts: list[NDArray[np.int32]] = []
             for message in (opening, *rest):
                 first = not any(map(len, parts))

@@ -11,9 +11,9 @@ from etude.config import RunConfig
 from etude.controller.mixtures import (
     Heldout,
     Learner,
-    Sitting,
+    StageContext,
     resolve,
-    run_sitting,
+    run_stage,
     window_of,
 )
 from etude.controller.sessions import SessionReader, find_sessions, split_heldout
@@ -47,18 +47,18 @@ def _choose_format(config: RunConfig) -> ChatFormat:
 def fine_tune(config: RunConfig, run: RunDirectory, observer: Observer, resume: bool) -> dict[str, Any]:
     """Trains as the section `sft` says and returns the report; resumes and stops as `pretrain` does."""
 
-    def train(sitting: Sitting) -> dict[str, Any]:
-        config, section = sitting.config, sitting.config.sft
+    def train(context: StageContext) -> dict[str, Any]:
+        config, section = context.config, context.config.sft
         check_sft(config)
         chosen = _choose_format(config)
         tokenizer = chosen.tokenizer
         learner = Learner.open(config, section, tokenizer)
         window = window_of(learner.model, config)
-        reader = SessionReader(tokenizer, chosen.shelf, section.observation_weight, window)
+        reader = SessionReader(tokenizer, chosen.renderers, section.observation_weight, window)
         sources, heldout = _open_sources(reader, config, observer)
-        return sitting.train(learner, sitting.mix(sources, window), lambda _: heldout)
+        return context.train(learner, context.mix(sources, window), lambda _: heldout)
 
-    return run_sitting("sft", config, run, observer, resume, train)
+    return run_stage("sft", config, run, observer, resume, train)
 
 
 def _open_sources(

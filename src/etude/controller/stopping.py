@@ -18,7 +18,7 @@ class StopSignal:
     """
 
     def __init__(self, observer: Observer, max_wall_s: float = 0.0, already_s: float = 0.0) -> None:
-        """`max_wall_s`: limit of this sitting; 0: none. `already_s`: wall time of earlier sittings."""
+        """`max_wall_s`: limit of this process; 0: none. `already_s`: wall time of earlier processes."""
         self._observer = observer
         self._max_wall_s = max_wall_s
         self._already_s = already_s
@@ -38,12 +38,12 @@ class StopSignal:
 
     @property
     def elapsed_s(self) -> float:
-        """Wall time of the run, earlier sittings included."""
+        """Wall time of the run, earlier processes included."""
         return self._already_s + time.monotonic() - self._began
 
     @property
     def interrupted(self) -> bool:
-        """Whether a signal came, or this sitting's time is used up: the run is saved as it is, unfinished."""
+        """Whether a signal came, or this process's time is used up: the run is saved as it is, unfinished."""
         is_late = bool(self._max_wall_s) and time.monotonic() - self._began >= self._max_wall_s
         return self._signalled or is_late
 

@@ -57,7 +57,7 @@ class FaultJournal:
         counts: dict[str, int] | None = None,
         kind: str = KIND,
     ) -> None:
-        """`counts`: of earlier sittings; they are added to. `kind`: of the rows."""
+        """`counts`: of earlier processes; they are added to. `kind`: of the rows."""
         self.counts = counts if counts is not None else {}
         """Events by name, of all parts."""
         self._metrics = metrics

@@ -34,7 +34,7 @@ class Snapshot:
 
 
 def throughput_figures(began: Snapshot, ended: Snapshot, loop: ReinforcementLoop) -> dict[str, float]:
-    """Tokens, seconds and tokens per second of the RL stage of one sitting."""
+    """Tokens, seconds and tokens per second of the RL stage of one process."""
     figures = _common_figures(began, ended, loop.times)
     figures["trainer_busy_share"] = loop.utilisation.busy_share
     figures |= _token_figures(began.counters, ended.counters, loop.times)

@@ -21,7 +21,7 @@ from etude.controller.arrangement import (
     is_reproducible,
     open_local,
 )
-from etude.controller.clusters.runner import Players, open_clusters
+from etude.controller.clusters.runner import RunnerAndSink, open_clusters
 from etude.controller.compute import place_model, resolve_compute, resolve_numerics, use_sampling_threads
 from etude.controller.evaluate import CURVE, FINAL, MIDTRAINED
 from etude.controller.families import open_family
@@ -91,7 +91,7 @@ def train(
     """Trains as `config` says and returns the report, which is also in `report.json`. `probe`: measures the
     machine for the forecast.
 
-    With `resume` continues where an earlier sitting of the same run ended, however it ended; a finished run
+    With `resume` continues where an earlier process of the same run ended, however it ended; a finished run
     only returns its report. Raises InterruptedRunError after Ctrl-C or SIGTERM, with the state saved.
     """
     with run.lock():
@@ -105,7 +105,7 @@ def train(
             observer.say("the run has already finished")
             return report
         for key in [key for key in report if key.endswith("_after") or key == "wall_s"]:
-            del report[key]  # of a sitting that ended before the run did
+            del report[key]  # of a process that ended before the run did
         for sides in report.get("families", {}).values():
             sides.pop("after", None)
         with JsonlSink(run.metrics_file) as rows:
@@ -122,7 +122,7 @@ def _has_checkpoints(run: RunDirectory) -> bool:
 
 
 class _Run:
-    """One sitting of a run: one process from start or resumption to its end."""
+    """A run in this process, from start or resumption to its end."""
 
     def __init__(
         self,
@@ -163,7 +163,7 @@ class _Run:
     # ---- stages ---------------------------------------------------------------------------------
 
     def _midtrained(self) -> tuple[Tokenizer, AnyModel]:
-        """Tokenizer and mid-trained model: configured, finished in an earlier sitting, or trained now."""
+        """Tokenizer and mid-trained model: configured, finished in an earlier process, or trained now."""
         if self.config.initial_checkpoint is not None:
             directory = Path(self.config.initial_checkpoint)
             tokenizer = agent_format(Tokenizer.load(directory), self.config.agent).tokenizer
@@ -281,9 +281,9 @@ class _Run:
                 if self.newest is not None and self.state.get("stage") == "rl":
                     await trainer.call(TrainingPart.restore, self.newest)
                 await judging.judge_before(heldout, others, self.family, trainer, parts)
-                players = await clusters.enter_async_context(self._players(parts))
-                await self._reinforce(trainer, parts, players, arrangement.beside)
-                await players.announce_end()
+                runner_and_sink = await clusters.enter_async_context(self._open_runner(parts))
+                await self._reinforce(trainer, parts, runner_and_sink, arrangement.background)
+                await runner_and_sink.announce_end()
                 await trainer.call(TrainingPart.save_model, self.run.checkpoints / FINAL, True)
                 base = self.config.initial_checkpoint or str(self.run.checkpoints / MIDTRAINED)
                 await trainer.call(TrainingPart.save_adapters, self.run.checkpoints / ADAPTER, base)
@@ -314,11 +314,11 @@ class _Run:
             return open_local(self.config, tokenizer, model, context, num_threads)
         return open_remote(self.executor, self.config, tokenizer, model, context)
 
-    def _players(self, parts: Parts) -> AbstractAsyncContextManager[Players]:
+    def _open_runner(self, parts: Parts) -> AbstractAsyncContextManager[RunnerAndSink]:
         return open_clusters(
             self.config,
             parts.renderer,
-            Players(parts.environment, parts.service),
+            RunnerAndSink(parts.environment, parts.service),
             parts.blobs.put,
             self.log,
             self.run.path,
@@ -330,19 +330,19 @@ class _Run:
         self,
         trainer: Handle[TrainingPart],
         parts: Parts,
-        players: Players,
-        beside: BackgroundEvaluation | None,
+        runner_and_sink: RunnerAndSink,
+        background: BackgroundEvaluation | None,
     ) -> None:
         config = self.config
         source = self.family.source()
-        collector = make_collector(players.runner, parts.service, source, config)
+        collector = make_collector(runner_and_sink.runner, parts.service, source, config)
         saved: dict[str, Any] = self.state.get("loop", {}) if self.state.get("stage") == "rl" else {}
         if saved:
             collector.state = CollectorState(**saved)
         gate = self._make_gate(trainer, parts, collector.state.next_task)
         loop = ReinforcementLoop(
             trainer,
-            players.sink,
+            runner_and_sink.sink,
             collector,
             self.log,
             parts.blobs,
@@ -360,7 +360,7 @@ class _Run:
         self.report["parity"] = loop.parity
         loop.sessions.update(self.report.get("rl_sessions", {}))
         self.report["rl_sessions"] = loop.sessions
-        saver = _Saver(self, trainer, loop, beside)
+        saver = _Saver(self, trainer, loop, background)
         self.observer.stage_begins(LEARNING, config.rl.num_steps)
         if loop.first_step:
             self.observer.say(f"continuing after step {loop.first_step}")
@@ -436,16 +436,16 @@ class _Saver:
         run: _Run,
         trainer: Handle[TrainingPart],
         loop: ReinforcementLoop,
-        beside: BackgroundEvaluation | None,
+        background: BackgroundEvaluation | None,
     ) -> None:
-        self._run, self._trainer, self._loop, self._beside = run, trainer, loop, beside
-        if beside is not None:
-            beside.resume_from(loop.first_step)
+        self._run, self._trainer, self._loop, self._background = run, trainer, loop, background
+        if background is not None:
+            background.resume_from(loop.first_step)
 
     async def __call__(self, step: int) -> None:
         run = self._run
-        if self._beside is not None:
-            self._beside.judge_if_due(run.stop.elapsed_s)
+        if self._background is not None:
+            self._background.judge_if_due(run.stop.elapsed_s)
         every = run.config.checkpoint.curve_every_steps
         if every and step % every == 0:
             await self._loop.complete_publication()
@@ -457,8 +457,8 @@ class _Saver:
 
     async def finish(self) -> None:
         """After the last step: waits until evaluations have ended and everything is on disk."""
-        if self._beside is not None and not self._run.stop.interrupted:
-            await self._beside.wait()
+        if self._background is not None and not self._run.stop.interrupted:
+            await self._background.wait()
         await self._save()
         await self._trainer.call(TrainingPart.flush)
 

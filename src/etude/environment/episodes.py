@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass, field, replace
 
 from etude.agent import (
     AgentSession,
-    Patience,
     Registry,
+    RetryPolicy,
     SessionLimits,
     SummaryPolicy,
     ToolLimits,
@@ -35,8 +35,8 @@ from etude.environment.grading import Verdict
 from etude.environment.member import MemberSampler
 from etude.environment.replay import ReplayHandler, replay_session
 from etude.environment.rewards import check_reward, measure_effort, with_length
-from etude.environment.runners import EnvironmentTimes, Order, Player
-from etude.environment.sessions import EnvironmentSession, Site
+from etude.environment.runners import EnvironmentTimes, EpisodeRequest, EpisodeRunner
+from etude.environment.sessions import EnvironmentSession, SessionServices
 from etude.environment.verdicts import Grader
 from etude.errors import InfrastructureError
 from etude.kit.tasks import end_tasks, finish_all
@@ -90,8 +90,8 @@ class EpisodeLimits:
         )
 
 
-class Environment(Player):
-    """Runs episodes in this process. Implements TimedPlayer.
+class Environment(EpisodeRunner):
+    """Runs episodes in this process. Implements TimedEpisodeRunner.
 
     Has no state per session: many may run concurrently in one event loop.
     """
@@ -105,24 +105,25 @@ class Environment(Player):
         keep_routes: KeepRoutes | None,
         registry: Registry | None = None,
         system: str | tuple[Piece, ...] | None = None,
-        patience: Patience | None = None,
+        retry_policy: RetryPolicy | None = None,
         agent: AgentConfig | None = None,
     ) -> None:
         """`registry`: by default the tools that the renderer offers. `system`: replaces the renderer's system
-        message. `patience`: with failures of the sampler; by default none. `agent`: configures the code index
-        and MCP servers of sessions. Raises MissingPackageError for an index that needs another package."""
+        message. `retry_policy`: for failures of the sampler; by default none. `agent`: configures the code
+        index and MCP servers of sessions. Raises MissingPackageError for an index that needs another
+        package."""
         self.times = EnvironmentTimes()
         check_reward(reward)
         grader = Grader(backend, limits.sandbox, reward=reward)
         servers = agent.mcp if agent is not None else {}
         tools = registry or registry_of(renderer.grammar.tools, servers)
         indexes = run_indexes(agent.index) if agent is not None else None
-        self._site = Site(backend, grader, tools, limits.tools, reward, indexes, servers)
+        self._services = SessionServices(backend, grader, tools, limits.tools, reward, indexes, servers)
         self.renderer = renderer
         """Renders the sessions."""
         self._limits = limits
         self._keep_routes = keep_routes
-        self._system, self._patience = system, patience
+        self._system, self._retry_policy = system, retry_policy
 
     @classmethod
     def of_run(
@@ -142,44 +143,46 @@ class Environment(Player):
 
     async def close(self) -> None:
         """Closes the code indexes, after every episode has ended. The caller closes the backend."""
-        if self._site.indexes is not None:
-            await self._site.indexes.close()
+        if self._services.indexes is not None:
+            await self._services.indexes.close()
 
-    async def play(self, order: Order, sampler: Sampler) -> ForkedEpisode:
-        """See Player.play. Failures of siblings are reported as such; earlier ones are retried."""
+    async def play(self, request: EpisodeRequest, sampler: Sampler) -> ForkedEpisode:
+        """See EpisodeRunner.play. Failures of siblings are reported as such; earlier ones are retried."""
 
         async def attempt(session: AgentSession, number: int) -> ForkedEpisode:
             # A forked session is held open until its siblings are open: which sessions are batched together
             # must not depend on how long copies of a sandbox take.
-            own_view = None if order.plan is None else MemberSampler(sampler, defers_close=True)
-            world = EnvironmentSession.begin(self._site, order.task, self._limits.sandbox)
+            own_view = None if request.plan is None else MemberSampler(sampler, defers_close=True)
+            env_session = EnvironmentSession.begin(self._services, request.task, self._limits.sandbox)
             try:
                 timings = await run_session(
                     session,
                     own_view or sampler,
-                    world,
-                    f"{order.identity}~{number}",
-                    order.rng_key,
-                    patience=self._patience,
-                    next_message=world.next_step,
+                    env_session,
+                    f"{request.identity}~{number}",
+                    request.rng_key,
+                    retry_policy=self._retry_policy,
+                    next_message=env_session.next_step,
                 )
-                if order.plan is None or own_view is None:
-                    return ForkedEpisode(await self._graded(session, world, timings, number))
-                return await self._fork(order, order.plan, session, world, timings, number, own_view, sampler)
+                if request.plan is None or own_view is None:
+                    return ForkedEpisode(await self._graded(session, env_session, timings, number))
+                return await self._fork(
+                    request, request.plan, session, env_session, timings, number, own_view, sampler
+                )
             finally:
                 if own_view is not None:
                     own_view.end()
-                await asyncio.shield(world.close())
+                await asyncio.shield(env_session.close())
 
-        return await self._until_done(order, attempt)
+        return await self._until_done(request, attempt)
 
     async def _until_done(
-        self, order: Order, attempt: Callable[[AgentSession, int], Awaitable[ForkedEpisode]]
+        self, request: EpisodeRequest, attempt: Callable[[AgentSession, int], Awaitable[ForkedEpisode]]
     ) -> ForkedEpisode:
         """The result of the first attempt without an infrastructure failure, or the last one's failure."""
-        number = order.first_attempt
+        number = request.first_attempt
         while True:
-            session = self._new_session(order)
+            session = self._new_session(request)
             try:
                 done = await attempt(session, number)
             except InfrastructureError as error:
@@ -191,26 +194,26 @@ class Environment(Player):
                 self.times.num_episodes += 1
                 return done
 
-    def _new_session(self, order: Order) -> AgentSession:
+    def _new_session(self, request: EpisodeRequest) -> AgentSession:
         summary = self._limits.summary
-        if summary is not None and not order.training:
+        if summary is not None and not request.training:
             summary = replace(summary, jitter=0.0)
         return AgentSession(
-            order.task.instruction,
+            request.task.instruction,
             self.renderer,
-            order.identity,
+            request.identity,
             self._limits.session,
-            order.params,
+            request.params,
             self._system,
             summary,
         )
 
     async def _fork(
         self,
-        order: Order,
+        request: EpisodeRequest,
         plan: ForkPlan,
         session: AgentSession,
-        world: EnvironmentSession,
+        env_session: EnvironmentSession,
         timings: Timings,
         attempt: int,
         own_view: MemberSampler,
@@ -219,20 +222,22 @@ class Environment(Player):
         source = session.trajectory()
         chosen = choose_turn(source, plan.turn, plan.rng_key)
         if not isinstance(chosen, ForkRefusal):
-            chosen = await fork_at_turn(world, source, chosen, len(plan.siblings))
+            chosen = await fork_at_turn(env_session, source, chosen, len(plan.siblings))
         if isinstance(chosen, ForkRefusal):
             own_view.end()
-            return ForkedEpisode(await self._graded(session, world, timings, attempt), refused=chosen)
+            return ForkedEpisode(await self._graded(session, env_session, timings, attempt), refused=chosen)
         views = [MemberSampler(sampler, defers_close=False) for _ in plan.siblings]
         running: list[asyncio.Task[Trajectory]] = []
         names = [f"{place.identity}~{attempt}" for place in plan.siblings]
         try:
             for name, view in zip(names, views, strict=True):
-                view.open(name, f"{order.identity}~{attempt}")
+                view.open(name, f"{request.identity}~{attempt}")
             own_view.end()
             places = zip(plan.siblings, names, chosen.sessions, views, strict=True)
-            running += [asyncio.create_task(self._sibling(order, source, chosen, *place)) for place in places]
-            trajectory = await self._graded(session, world, timings, attempt)
+            running += [
+                asyncio.create_task(self._sibling(request, source, chosen, *place)) for place in places
+            ]
+            trajectory = await self._graded(session, env_session, timings, attempt)
             siblings = [await one for one in running]
         finally:
             await asyncio.shield(_end(running, views, chosen))
@@ -240,32 +245,32 @@ class Environment(Player):
 
     async def _sibling(
         self,
-        order: Order,
+        request: EpisodeRequest,
         source: Trajectory,
         forked: ForkedSessions,
         place: SiblingSpec,
         name: str,
-        world: EnvironmentSession | InfrastructureError,
+        env_session: EnvironmentSession | InfrastructureError,
         view: MemberSampler,
     ) -> Trajectory:
         """Continues from the fork to its own grade. The trajectory reports an infrastructure failure."""
-        session = self._new_session(order)
+        session = self._new_session(request)
         try:
-            await replay_session(source, session, ReplayHandler(order.task), forked.turn)
-            if isinstance(world, InfrastructureError):
-                raise world
+            await replay_session(source, session, ReplayHandler(request.task), forked.turn)
+            if isinstance(env_session, InfrastructureError):
+                raise env_session
             timings = await run_session(
-                session, view, world, name, place.rng_key, next_message=world.next_step
+                session, view, env_session, name, place.rng_key, next_message=env_session.next_step
             )
-            trajectory = await self._graded(session, world, timings, 0)
+            trajectory = await self._graded(session, env_session, timings, 0)
             self.times.num_episodes += 1
         except InfrastructureError as error:
             self.times.num_infrastructure_failures += 1
             trajectory = _failed(session, error, 1)
         finally:
             view.end()
-            if isinstance(world, EnvironmentSession):
-                await asyncio.shield(world.close())
+            if isinstance(env_session, EnvironmentSession):
+                await asyncio.shield(env_session.close())
         facts = {
             "forked_from": str(source.id),
             "forked_at": forked.turn,
@@ -276,18 +281,18 @@ class Environment(Player):
         return branch_of(trajectory, forked.origin, place.identity, facts)
 
     async def _graded(
-        self, session: AgentSession, world: EnvironmentSession, timings: Timings, attempt: int
+        self, session: AgentSession, env_session: EnvironmentSession, timings: Timings, attempt: int
     ) -> Trajectory:
         """Grades a session that has ended; returns its trajectory with the reward."""
-        outcome = await world.submit(session.status, session.cause)
+        outcome = await env_session.submit(session.status, session.cause)
         self.times.tools_s += timings.tools_s
-        self.times.grade_s += world.grade_s
+        self.times.grade_s += env_session.grade_s
         trajectory = session.trajectory(
             self._keep_routes,
             outcome.reward,
             attempt,
-            world.origin.digest,
-            {"sample_s": timings.sample_s, "tools_s": timings.tools_s, "grade_s": world.grade_s},
+            env_session.origin.digest,
+            {"sample_s": timings.sample_s, "tools_s": timings.tools_s, "grade_s": env_session.grade_s},
         )
         return self._with_verdict(trajectory, outcome.verdict)
 
@@ -302,7 +307,7 @@ class Environment(Player):
             "first_edit_right": right_at_once,
             "sampled_tokens": trajectory.num_sampled_tokens,
         }
-        reward, length = trajectory.reward, self._site.reward.length
+        reward, length = trajectory.reward, self._services.reward.length
         if reward is not None and length.weight != 0:
             effort = measure_effort(trajectory, self.renderer)
             reward, facts["effort"] = with_length(reward, effort, length), asdict(effort)

@@ -110,18 +110,18 @@ def choose_turn(trajectory: Trajectory, turn: ForkTurn, rng_key: Sequence[int]) 
 
 
 async def fork_at_turn(
-    world: EnvironmentSession, trajectory: Trajectory, turn: int, count: int
+    env_session: EnvironmentSession, trajectory: Trajectory, turn: int, count: int
 ) -> ForkedSessions | ForkRefusal:
     """Copies of the session as it was before message `turn`, or why there are none. The caller closes them.
 
     The session must not be submitted yet.
     """
     at, done = trajectory.turns[turn], sum(bool(message.calls) for message in trajectory.turns[:turn])
-    passed = world.snapshots.until(done)
+    passed = env_session.snapshots.until(done)
     snapshot = passed[-1].snapshot if passed else ""
     try:
-        fidelity = await fidelity_of(world)
-        sessions = await world.fork(count, done)
+        fidelity = await fidelity_of(env_session)
+        sessions = await env_session.fork(count, done)
     except LiveProcessesError:
         return ForkRefusal.LIVE_PROCESSES
     except Unsupported:

@@ -204,20 +204,20 @@ async def fork_at(
 
 async def fidelity_of(session: EnvironmentSession) -> str:
     """What a copy of the session's sandbox contains: `full` or `filesystem`; empty if it cannot be copied."""
-    return (await session.site.backend.hello()).fork or ""
+    return (await session.services.backend.hello()).fork or ""
 
 
 async def _replayed(session: EnvironmentSession, turn: int) -> EnvironmentSession:
     """A new session in the state of this one after `turn` turns."""
-    site, passed = session.site, session.snapshots.until(turn)
+    services, passed = session.services, session.snapshots.until(turn)
     base = passed[-1] if passed else None
     retain_snapshots(passed)
     try:
         if base is None:
-            sandbox = await session.origin.make(site.backend, site.life_s)
+            sandbox = await session.origin.make(services.backend, services.life_s)
             state, user = ToolState(), user_of(session.task)
         else:
-            sandbox = await site.backend.create(timeout_s=site.life_s, snapshot=base.snapshot)
+            sandbox = await services.backend.create(timeout_s=services.life_s, snapshot=base.snapshot)
             state, user = base.tool_state, base.user
         fork = session.branch(sandbox, turn, state, user)
         try:
@@ -228,4 +228,4 @@ async def _replayed(session: EnvironmentSession, turn: int) -> EnvironmentSessio
         fork.differences = tuple(found)
         return fork
     finally:
-        await release_snapshots(passed, site.backend)
+        await release_snapshots(passed, services.backend)

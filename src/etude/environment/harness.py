@@ -25,7 +25,7 @@ from etude.environment.episodes import Environment, EpisodeLimits
 from etude.environment.fork_groups import ForkedEpisode
 from etude.environment.recording.live import LiveSessions, RecordedSession
 from etude.environment.recording.spec import SamplingDefaults, SessionSpec
-from etude.environment.runners import Order
+from etude.environment.runners import EpisodeRequest
 from etude.environment.sessions import EnvironmentSession
 from etude.errors import AgentError, SamplerError, SandboxError
 from etude.protocols import Sampler
@@ -45,7 +45,7 @@ _Ending = tuple[Status, str]
 
 
 class HarnessEnvironment(Environment):
-    """Runs episodes of a foreign agent, in this process. Implements TimedPlayer."""
+    """Runs episodes of a foreign agent, in this process. Implements TimedEpisodeRunner."""
 
     def __init__(
         self,
@@ -69,25 +69,27 @@ class HarnessEnvironment(Environment):
         self._resources = replace(limits.sandbox, cpu_s=max(limits.sandbox.cpu_s, cpu_s))
         self._places = asyncio.Semaphore(harness.max_running)
 
-    async def play(self, order: Order, sampler: Sampler) -> ForkedEpisode:
-        """See Player.play; sampling parameters are the order's, whatever the agent requests."""
-        assert order.plan is None, "sessions of a foreign agent cannot be forked"
+    async def play(self, request: EpisodeRequest, sampler: Sampler) -> ForkedEpisode:
+        """See EpisodeRunner.play; sampling parameters are the order's, whatever the agent requests."""
+        assert request.plan is None, "sessions of a foreign agent cannot be forked"
 
         async def attempt(unused: AgentSession, number: int) -> ForkedEpisode:
             async with self._places:
-                return ForkedEpisode(await self._attempt(order, sampler, number))
+                return ForkedEpisode(await self._attempt(request, sampler, number))
 
-        return await self._until_done(order, attempt)
+        return await self._until_done(request, attempt)
 
-    async def _attempt(self, order: Order, sampler: Sampler, number: int) -> Trajectory:
-        fixed = replace(order.params, max_tokens=self._limits.session.max_message_tokens)
+    async def _attempt(self, request: EpisodeRequest, sampler: Sampler, number: int) -> Trajectory:
+        fixed = replace(request.params, max_tokens=self._limits.session.max_message_tokens)
         sampling = SamplingDefaults(fixed, fixed.max_tokens, own_noise=True)
-        session = self._sessions.open(SessionSpec(order.identity, sampling=sampling), sampler, order.rng_key)
-        world = EnvironmentSession.begin(self._site, order.task, self._resources, self._reach)
+        session = self._sessions.open(
+            SessionSpec(request.identity, sampling=sampling), sampler, request.rng_key
+        )
+        env_session = EnvironmentSession.begin(self._services, request.task, self._resources, self._reach)
         began = time.perf_counter()
         try:
             try:
-                status, cause = await self._play(order.task, session, world)
+                status, cause = await self._play(request.task, session, env_session)
             finally:
                 await asyncio.shield(self._sessions.end(session))
             harness_s = time.perf_counter() - began
@@ -95,43 +97,47 @@ class HarnessEnvironment(Environment):
             for turn in session.map.turns():
                 # The agent has no results for malformed calls.
                 results = [*turn.results, *(ToolResult("") for _ in turn.calls)][: len(turn.calls)]
-                world.facts.on_turn(turn.calls, results)
-            world.facts.finished = status is Status.DONE and not cause  # by itself, without a failure
-            outcome = await world.submit(status, cause)
-            self.times.grade_s += world.grade_s
+                env_session.facts.on_turn(turn.calls, results)
+            env_session.facts.finished = status is Status.DONE and not cause  # by itself, without a failure
+            outcome = await env_session.submit(status, cause)
+            self.times.grade_s += env_session.grade_s
             session.reward = outcome.reward
             trajectory = session.trajectory(status, cause, self._keep_routes)
             trajectory = replace(
                 trajectory,
                 attempt=number,
-                image_digest=world.origin.digest,
-                timings={"harness_s": harness_s, "grade_s": world.grade_s},
-                facts={**trajectory.facts, **world.facts.to_dict()},
+                image_digest=env_session.origin.digest,
+                timings={"harness_s": harness_s, "grade_s": env_session.grade_s},
+                facts={**trajectory.facts, **env_session.facts.to_dict()},
             )
             return self._with_verdict(trajectory, outcome.verdict)
         finally:
-            await asyncio.shield(world.close())
+            await asyncio.shield(env_session.close())
 
-    async def _play(self, task: Task, session: RecordedSession, world: EnvironmentSession) -> _Ending:
+    async def _play(self, task: Task, session: RecordedSession, env_session: EnvironmentSession) -> _Ending:
         """Runs the command to its end, once for each step; the first failure is the result of the session.
 
         Raises SandboxError if our machinery failed.
         """
-        status, cause = await self._run_command(task.at_step(0), session, world)
+        status, cause = await self._run_command(task.at_step(0), session, env_session)
         for number in range(1, len(task.steps)):
-            if status is not Status.DONE or await world.next_step() is None:
+            if status is not Status.DONE or await env_session.next_step() is None:
                 break
-            latest, why = await self._run_command(task.at_step(number), session, world)
+            latest, why = await self._run_command(task.at_step(number), session, env_session)
             status, cause = latest, why or cause
         return status, cause
 
-    async def _run_command(self, task: Task, session: RecordedSession, world: EnvironmentSession) -> _Ending:
+    async def _run_command(
+        self, task: Task, session: RecordedSession, env_session: EnvironmentSession
+    ) -> _Ending:
         command = self._harness.command.replace("{instruction}", shlex.quote(task.instruction))
         limit_s = self._harness.timeout_s
         if task.machine is not None and task.machine.agent_s:
             limit_s = min(limit_s, task.machine.agent_s)
         try:
-            result = await world.sandbox.commands.run(command, limit_s, self._environment(task, session))
+            result = await env_session.sandbox.commands.run(
+                command, limit_s, self._environment(task, session)
+            )
         except AgentError as error:
             return Status.AGENT_ERROR, error.message
         return _ending_of(result)

@@ -46,13 +46,13 @@ class MemberSampler(Sampler, TokenProgress):
     def report_tokens(self, num_tokens: int) -> None:
         self.num_tokens = num_tokens
 
-    def open(self, session_id: str, beside: str | None = None) -> None:
+    def open(self, session_id: str, sibling: str | None = None) -> None:
         """See Sampler.open. Nothing happens if the session was opened before its driver did."""
         if session_id in self._open:
             return
         if self._deferred is not None:
             self._close(self._deferred)
-        self._sampler.open(session_id, beside)
+        self._sampler.open(session_id, sibling)
         self._open[session_id] = None
         if self._on_open is not None:
             self._on_open(session_id, self)

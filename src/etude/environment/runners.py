@@ -34,7 +34,7 @@ def latest_times(one: EnvironmentTimes, other: EnvironmentTimes) -> EnvironmentT
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class EpisodeRequest:
     """Everything that determines a session, except its sampler."""
 
     task: Task
@@ -50,7 +50,7 @@ class Order:
     """Number of earlier attempts, by processes that have ended."""
 
 
-class Player(Protocol):
+class EpisodeRunner(Protocol):
     """Runs episodes: one agent on one task in one sandbox, from the instruction to the reward.
 
     Many may run concurrently in one event loop. After an infrastructure failure the episode is retried from
@@ -59,7 +59,7 @@ class Player(Protocol):
     ends the session, wherever it runs, and cleans up.
     """
 
-    async def play(self, order: Order, sampler: Sampler) -> ForkedEpisode:
+    async def play(self, request: EpisodeRequest, sampler: Sampler) -> ForkedEpisode:
         """Runs one episode; without a plan it is neither forked nor is a fork refused.
 
         `sampler`: continues the session if it runs in this process. An implementation that runs it in another
@@ -77,10 +77,12 @@ class Player(Protocol):
         training: bool = False,
     ) -> Trajectory:
         """Runs one episode that is not forked."""
-        return (await self.play(Order(task, identity, rng_key, params, training), sampler)).trajectory
+        return (
+            await self.play(EpisodeRequest(task, identity, rng_key, params, training), sampler)
+        ).trajectory
 
 
-class TimedPlayer(Player, Protocol):
+class TimedEpisodeRunner(EpisodeRunner, Protocol):
     """A player that measures its time."""
 
     @property

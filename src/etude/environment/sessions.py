@@ -32,7 +32,7 @@ from etude.environment.origins import DeferredSandbox, Origin, task_origin, user
 from etude.environment.rewards import Evidence, compute_reward
 from etude.environment.running import RunningTurn, ToolTime, TurnRunner
 from etude.environment.steps import StepRun
-from etude.environment.verdicts import Site
+from etude.environment.verdicts import SessionServices
 from etude.errors import AgentError, ConfigError, InfrastructureError, SandboxError
 from etude.kit.tasks import end_tasks, start_watched
 from etude.records import Status, Task, ToolResult
@@ -43,7 +43,7 @@ from etude.sandbox.types import Resources, SnapshotKind
 
 _SEARCH = "semantic_search"
 SessionState = Literal["open", "paused", "submitted", "closed"]
-__all__ = ["EnvironmentSession", "Outcome", "SessionState", "Site"]
+__all__ = ["EnvironmentSession", "Outcome", "SessionServices", "SessionState"]
 
 
 class EnvironmentSession(TurnRunner):
@@ -55,7 +55,7 @@ class EnvironmentSession(TurnRunner):
 
     def __init__(
         self,
-        site: Site,
+        services: SessionServices,
         origin: Origin,
         sandbox: Sandbox,
         task: Task | None = None,
@@ -66,28 +66,28 @@ class EnvironmentSession(TurnRunner):
         tool_state: ToolState | None = None,
     ) -> None:
         """Takes ownership of the sandbox. Use `begin` for a task and `open` for other origins."""
-        super().__init__(history or History(), site.tools)
+        super().__init__(history or History(), services.tools)
         self.id = f"session-{secrets.token_hex(8)}"
-        self.site = site
+        self.services = services
         self.origin = origin
         self.task = task
         self.instruction = instruction if instruction is not None else (task.instruction if task else "")
         self.sandbox = sandbox
         self._search: WorkspaceSearch | None = None
-        if site.indexes is not None and origin.template is not None:
-            self._search = site.indexes.search(
-                origin.template, sandbox, lambda: origin.make(site.backend, site.life_s)
+        if services.indexes is not None and origin.template is not None:
+            self._search = services.indexes.search(
+                origin.template, sandbox, lambda: origin.make(services.backend, services.life_s)
             )
             if history is not None:
                 self._search.changed_somewhere()
-        self._servers = open_servers(site.servers, sandbox)
+        self._servers = open_servers(services.servers, sandbox)
         template = origin.template or Template()
         paths = task.test_paths if task else test_paths
         self.context = ToolContext(
             sandbox,
-            site.tools,
+            services.tools,
             paths,
-            site.limits,
+            services.limits,
             tool_state or ToolState(),
             self._search,
             user=user,
@@ -110,33 +110,37 @@ class EnvironmentSession(TurnRunner):
         self.grade_s = 0.0
         """Seconds that grading took."""
         self.tool_time = self._time_of_step()
-        self.snapshots = Snapshots(site.snapshot_every)
+        self.snapshots = Snapshots(services.snapshot_every)
         self._lock = asyncio.Lock()
         self._grading: asyncio.Task[Outcome] | None = None
         self._closing: asyncio.Task[None] | None = None
 
     @classmethod
     def begin(
-        cls, site: Site, task: Task, resources: Resources | None = None, reach: tuple[str, ...] = ()
+        cls,
+        services: SessionServices,
+        task: Task,
+        resources: Resources | None = None,
+        reach: tuple[str, ...] = (),
     ) -> EnvironmentSession:
         """Begins a session on a task. The sandbox is created in the background; the first use waits for it.
         `reach`: hosts that it may reach in addition to the task's own, as in `Network.allow`."""
         origin = task_origin(task, resources or Resources(), reach)
-        sandbox = DeferredSandbox(origin.make(site.backend))
-        return cls(site, origin, sandbox, task, user=user_of(task))
+        sandbox = DeferredSandbox(origin.make(services.backend))
+        return cls(services, origin, sandbox, task, user=user_of(task))
 
     @classmethod
     async def open(
         cls,
-        site: Site,
+        services: SessionServices,
         origin: Origin,
         task: Task | None = None,
         instruction: str | None = None,
         test_paths: tuple[str, ...] = (),
     ) -> EnvironmentSession:
         """Creates the sandbox and begins a session on it. Raises as `SandboxBackend.create`."""
-        sandbox = await origin.make(site.backend, site.life_s)
-        return cls(site, origin, sandbox, task, instruction, test_paths, user=user_of(task))
+        sandbox = await origin.make(services.backend, services.life_s)
+        return cls(services, origin, sandbox, task, instruction, test_paths, user=user_of(task))
 
     @property
     def num_turns(self) -> int:
@@ -184,7 +188,7 @@ class EnvironmentSession(TurnRunner):
             task, done = self.task, [ended.verdict for ended in self.history.steps]
             if task is None or not task.steps:
                 return None
-            run = StepRun(task, self.sandbox, self.site.grader, list(done))
+            run = StepRun(task, self.sandbox, self.services.grader, list(done))
             if run.step is None or run.is_last:
                 return None
             began = time.perf_counter()
@@ -261,7 +265,7 @@ class EnvironmentSession(TurnRunner):
         """Pauses the sandbox; returns what is preserved (the most that its backend can). Idempotent."""
         async with self._lock:
             self._check_going()
-            able = (await self.site.backend.hello()).pause
+            able = (await self.services.backend.hello()).pause
             kind: SnapshotKind = "full" if "full" in able else "filesystem"
             if self.state == "open":
                 if self._servers is not None:  # the next turn starts them again
@@ -327,7 +331,7 @@ class EnvironmentSession(TurnRunner):
         """
         history = self.history.until(turn)
         made = EnvironmentSession(
-            self.site,
+            self.services,
             self.origin,
             sandbox,
             self.task,
@@ -351,11 +355,11 @@ class EnvironmentSession(TurnRunner):
             dead = [Verdict(False, 0, 0, cause or self.agent_error, 0.0)] if is_dead else []
             done = [ended.verdict for ended in self.history.steps]
             if task.steps:
-                verdict = await StepRun(task, self.sandbox, self.site.grader, [*done, *dead]).end()
+                verdict = await StepRun(task, self.sandbox, self.services.grader, [*done, *dead]).end()
             else:
-                verdict = dead[0] if dead else await self.site.grader.grade(task, self.sandbox)
+                verdict = dead[0] if dead else await self.services.grader.grade(task, self.sandbox)
             evidence = Evidence(task, status, verdict, self.facts.to_dict())
-            outcome = Outcome(status, verdict, compute_reward(evidence, self.site.reward))
+            outcome = Outcome(status, verdict, compute_reward(evidence, self.services.reward))
             self.grade_s += time.perf_counter() - began
         self.events.put("graded", passed=outcome.verdict.passed, reward=outcome.reward.total)
         return outcome
@@ -368,7 +372,7 @@ class EnvironmentSession(TurnRunner):
             ends.callback(self.events.put, "closed")
             if self._search is not None:
                 ends.callback(self._search.close)
-            ends.push_async_callback(self.snapshots.release, self.site.backend)
+            ends.push_async_callback(self.snapshots.release, self.services.backend)
             if self._servers is not None:
                 await self._servers.close()
             await self.sandbox.kill()

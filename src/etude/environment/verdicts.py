@@ -225,7 +225,7 @@ class Grader:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Site:
+class SessionServices:
     """Settings and services that the sessions of one environment share."""
 
     backend: SandboxBackend

@@ -13,7 +13,7 @@ from etude.protocols import Sampler
 from etude.records import SamplingParams, Task, Trajectory
 
 if TYPE_CHECKING:
-    from etude.environment.runners import Player
+    from etude.environment.runners import EpisodeRunner
 
 MASKED_SAMPLES = 4
 """Sessions of each task in the ablation."""
@@ -32,7 +32,7 @@ class ActingTasks:
 
 
 async def evaluate_family(
-    environment: Player,
+    environment: EpisodeRunner,
     sampler: Sampler,
     tasks: Sequence[Task],
     name: str,
@@ -67,7 +67,7 @@ async def evaluate_family(
 
 
 async def evaluate_masked(
-    environment: Player,
+    environment: EpisodeRunner,
     sampler: Sampler,
     tasks: Sequence[Task],
     ceiling: float,

@@ -19,7 +19,7 @@ from etude.records import Group, SamplingParams, Task, Trajectory, TrajectoryId
 from etude.store.trajectories import TrajectoryLog
 
 if TYPE_CHECKING:
-    from etude.environment.runners import Player
+    from etude.environment.runners import EpisodeRunner
 
 OnEnd = Callable[[Trajectory], None]
 _CLUSTER_KEYS = ("repository", "family")
@@ -40,7 +40,7 @@ def plays_of(tasks: Sequence[Task], num_samples: int = 1) -> list[Play]:
 
 
 async def play_sessions(
-    runner: Player,
+    runner: EpisodeRunner,
     sampler: Sampler,
     plays: Sequence[Play],
     name: str,

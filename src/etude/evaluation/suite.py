@@ -16,7 +16,7 @@ from etude.protocols import Sampler
 from etude.records import SamplingParams, Task, Trajectory
 
 if TYPE_CHECKING:
-    from etude.environment.runners import Player
+    from etude.environment.runners import EpisodeRunner
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class Evaluation:
 
 
 async def evaluate_policy(
-    environment: Player,
+    environment: EpisodeRunner,
     sampler: Sampler,
     tasks: Sequence[Task],
     name: str,

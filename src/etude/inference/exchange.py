@@ -28,7 +28,7 @@ Command = (
     | tuple[Literal["stream"], SampleRequest]
     | tuple[Literal["beside"], tuple[str, str]]
 )
-"""A client's command for a session or request; `beside` opens a session next to its fork parent."""
+"""A client's command for a session or request; `sibling` opens a session next to its fork parent."""
 Event = tuple[str, SampleChunk | EtudeError | None]
 """(request id, item) for the client; None or an error ends the request."""
 _AGAIN_S = 0.1

@@ -98,11 +98,11 @@ class EngineService:
 
     # ---- Sampler --------------------------------------------------------------------------------
 
-    def open(self, session_id: str, beside: str | None = None) -> None:
-        """See Sampler.open. `beside` is ignored unless that session is open without a request in flight."""
+    def open(self, session_id: str, sibling: str | None = None) -> None:
+        """See Sampler.open. `sibling` is ignored unless that session is open without a request in flight."""
         if session_id in self._tickets or session_id in self._in_flight:
             raise already_open(session_id)
-        if beside is None or not self._tickets.issue_after(session_id, beside):
+        if sibling is None or not self._tickets.issue_after(session_id, sibling):
             self._issue_ticket(session_id)
         self._wake.set()
 

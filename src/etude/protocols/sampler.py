@@ -18,10 +18,10 @@ class Sampler(Protocol):
     sampler may keep the session's keys and values. One request of a session is in flight at a time.
     """
 
-    def open(self, session_id: str, beside: str | None = None) -> None:
+    def open(self, session_id: str, sibling: str | None = None) -> None:
         """Announces a session, so that a deterministic schedule can wait for its first request.
 
-        `beside`: an open session with which it shares its first tokens. It should run on the replica of that
+        `sibling`: an open session with which it shares its first tokens. It should run on the replica of that
         session; and on a deterministic schedule its first request is waited for at the same step as that
         session's next one, whenever this is called.
         """

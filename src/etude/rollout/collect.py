@@ -16,7 +16,7 @@ from typing import Protocol
 
 from etude.algorithms.signal import Signal, as_surplus, signal_of
 from etude.config import RlConfig
-from etude.environment.runners import Player
+from etude.environment.runners import EpisodeRunner
 from etude.kit.tasks import run_together
 from etude.protocols import Sampler
 from etude.records import Group, Task, Trajectory
@@ -85,7 +85,7 @@ class GroupCollector:
 
     def __init__(
         self,
-        environment: Player,
+        environment: EpisodeRunner,
         sampler: Sampler,
         tasks: TaskSource,
         config: RlConfig,

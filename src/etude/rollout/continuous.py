@@ -32,7 +32,7 @@ from etude.algorithms.signal import Signal, signal_of
 from etude.config import RlConfig
 from etude.environment.fork_groups import ForkedEpisode
 from etude.environment.member import MemberSampler
-from etude.environment.runners import Player
+from etude.environment.runners import EpisodeRunner
 from etude.kit.tasks import Tasks, start_watched
 from etude.protocols import PacedSampler, Sampler
 from etude.records import Group, Status, Task
@@ -69,7 +69,7 @@ class ContinuousCollector:
 
     def __init__(
         self,
-        environment: Player,
+        environment: EpisodeRunner,
         sampler: Sampler,
         tasks: TaskSource,
         config: RlConfig,

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from etude.config import ForkConfig, RlConfig
 from etude.environment.fork_groups import ForkedEpisode, ForkPlan, SiblingSpec
-from etude.environment.runners import Order, Player
+from etude.environment.runners import EpisodeRequest, EpisodeRunner
 from etude.protocols import Sampler
 from etude.records import Group, SamplingParams, Status, Task, TrajectoryId
 from etude.rollout.curriculum import TaskSource
@@ -50,7 +50,7 @@ def plan_fork(identity: TrajectoryId, config: ForkConfig, group_size: int, seed:
 class Members:
     """Plays the sessions of a collector's groups."""
 
-    runner: Player
+    runner: EpisodeRunner
     config: RlConfig
     run: str
     """Name of the run."""
@@ -71,11 +71,11 @@ class Members:
         """Plays one member, with its siblings if it is to be forked."""
         identity = TrajectoryId(self.run, task.id, epoch_of(self.tasks, number), number, index)
         params = SamplingParams(temperature=self.config.temperature)
-        order = Order(task, identity, (self.seed, number, index), params, training=True)
+        request = EpisodeRequest(task, identity, (self.seed, number, index), params, training=True)
         if self.is_forked(number, index):
             plan = plan_fork(identity, self.config.forks, self.num_asked, self.seed)
-            order = replace(order, plan=plan)
-        return await self.runner.play(order, sampler)
+            request = replace(request, plan=plan)
+        return await self.runner.play(request, sampler)
 
 
 def fork_group(group: Group, episode: ForkedEpisode, size: int) -> Group | None:

@@ -14,7 +14,7 @@ from typing import get_args
 
 from etude.config import GrammarName, TemplateName
 from etude.errors import ConfigError
-from etude.tokens.chat.shelf import RendererShelf
+from etude.tokens.chat.renderer_cache import RendererCache
 from etude.tokens.chat_template import write_chat_template
 from etude.tokens.derived import derive_template
 from etude.tokens.grammar import Grammar, HermesGrammar, ToolSchema, XmlGrammar
@@ -74,9 +74,9 @@ class ChatFormat:
             renderer.system = renderer.describe(self.system, self.tools)
         return renderer
 
-    def shelf(self) -> RendererShelf:
+    def renderers(self) -> RendererCache:
         """Renderers for conversations whose tools the client defines."""
-        return RendererShelf(self.tokenizer, _GRAMMARS[self.grammar], self.template)
+        return RendererCache(self.tokenizer, _GRAMMARS[self.grammar], self.template)
 
 
 def choose_format(

@@ -21,11 +21,11 @@ from etude.controller.clusters.client import ControlClient
 from etude.controller.clusters.control import Control
 from etude.controller.clusters.intake import Inbox
 from etude.controller.clusters.runner import AnnouncingSink, ClusterRunner
-from etude.controller.clusters.sampling import SamplingCluster, Site, Terms
+from etude.controller.clusters.sampling import ClusterResources, SamplingCluster, Terms
 from etude.controller.clusters.server import build_app
 from etude.controller.clusters.wire import RunFingerprint
 from etude.environment.fork_groups import ForkedEpisode
-from etude.environment.runners import Order, Player
+from etude.environment.runners import EpisodeRequest, EpisodeRunner
 from etude.errors import WeightUpdateError
 from etude.observe.observer import RecordingObserver
 from etude.protocols import KvPolicy, Sampler
@@ -184,7 +184,7 @@ class World:
         self,
         name: str = "a",
         link: Link | None = None,
-        runner: Player | None = None,
+        runner: EpisodeRunner | None = None,
         draining: asyncio.Event | None = None,
         fingerprint: RunFingerprint = FINGERPRINT,
         sampled_step: int = 0,
@@ -202,7 +202,7 @@ class World:
         if isinstance(runner, SlowRunner):
             runner.inner = environment
         weights = sink or NoWeights()
-        site = Site(
+        resources = ClusterResources(
             runner or environment,
             sampler,
             weights,
@@ -221,7 +221,7 @@ class World:
         lease_s = _TOLD_LEASE_S if is_usual else self.settings.lease_s
         terms = Terms(lease_s, self.settings.poll_s, self.settings.max_result_bytes, store)
         client = ControlClient(self.server.url, token, link or Link())
-        cluster = SamplingCluster(client, name, site, terms, self.observer, patience_s, drain_s, mark)
+        cluster = SamplingCluster(client, name, resources, terms, self.observer, patience_s, drain_s, mark)
 
         async def play() -> None:
             async with client:
@@ -244,17 +244,17 @@ class World:
                 await asyncio.sleep(0.01)
 
 
-class SlowRunner(Player):
+class SlowRunner(EpisodeRunner):
     """One that waits before each session until it is let go."""
 
     def __init__(self) -> None:
         self.go = asyncio.Event()
         self.began = 0
         self.cancelled = 0
-        self.inner: Player | None = None
+        self.inner: EpisodeRunner | None = None
         """Its cluster's own."""
 
-    async def play(self, order: Order, sampler: Sampler) -> ForkedEpisode:
+    async def play(self, request: EpisodeRequest, sampler: Sampler) -> ForkedEpisode:
         self.began += 1
         try:
             await self.go.wait()
@@ -262,4 +262,4 @@ class SlowRunner(Player):
             self.cancelled += 1
             raise
         assert self.inner is not None
-        return await self.inner.play(order, sampler)
+        return await self.inner.play(request, sampler)

@@ -18,7 +18,7 @@ from etude.controller.clusters.board import (
     UnknownMemberError,
     check_name,
 )
-from etude.environment.runners import Order
+from etude.environment.runners import EpisodeRequest
 from etude.errors import ConfigError
 from etude.records import SamplingParams, TrajectoryId
 from tests.environment.playing import TASK
@@ -36,7 +36,7 @@ class Clock:
 
 def episode(number: int = 0, min_step: int = 0) -> PendingSession:
     identity = TrajectoryId("run", TASK.id, 0, number, 0)
-    return PendingSession(Order(TASK, identity, (1, number), SamplingParams(), True), min_step)
+    return PendingSession(EpisodeRequest(TASK, identity, (1, number), SamplingParams(), True), min_step)
 
 
 def new_board(max_gives: int = 3) -> tuple[Board, Clock]:
@@ -51,7 +51,7 @@ def joined(board: Board, name: str = "a", step: int = 0) -> Member:
 
 
 def numbers(leases: list[Lease]) -> list[int]:
-    return [lease.session.order.identity.group for lease in leases]
+    return [lease.session.request.identity.group for lease in leases]
 
 
 def test_sessions_are_given_in_order_and_each_once() -> None:
@@ -331,7 +331,7 @@ class Clusters(RuleBasedStateMachine):
         held = Counter(id(one) for one in self.board.waiting)
         held.update(id(x.session) for m in self.board.members.values() for x in m.leases.values())
         for one in self.episodes:
-            number = one.order.identity.group
+            number = one.request.identity.group
             assert self.ends[number] == one.ended
             assert held[id(one)] == (not one.ended), number
 

@@ -16,7 +16,7 @@ import pytest
 from etude.controller.clusters.client import ControlLostError
 from etude.controller.clusters.wire import RunFingerprint
 from etude.environment.fork_groups import ForkedEpisode
-from etude.environment.runners import Order, Player
+from etude.environment.runners import EpisodeRequest, EpisodeRunner
 from etude.errors import ConfigError, PartLostError
 from etude.records import Status, Trajectory, TrajectoryId
 from tests.controller.clusters.playing import Link, NoWeights, SlowRunner, World, manifest_at, version_at
@@ -287,8 +287,8 @@ def test_a_session_sampled_by_other_weights_than_were_published_is_refused(tmp_p
 
 
 def test_what_fails_there_is_played_again_elsewhere_and_at_last_reported(tmp_path: Path) -> None:
-    class Failing(Player):
-        async def play(self, order: Order, sampler: object) -> ForkedEpisode:
+    class Failing(EpisodeRunner):
+        async def play(self, request: EpisodeRequest, sampler: object) -> ForkedEpisode:
             raise OSError("no sandboxes here")
 
     async def scenario() -> None:
@@ -306,10 +306,10 @@ def test_what_fails_there_is_played_again_elsewhere_and_at_last_reported(tmp_pat
 
 
 def test_sessions_that_the_infrastructure_failed_are_no_result_while_others_may_try(tmp_path: Path) -> None:
-    class Failed(Player):
-        async def play(self, order: Order, sampler: object) -> ForkedEpisode:
+    class Failed(EpisodeRunner):
+        async def play(self, request: EpisodeRequest, sampler: object) -> ForkedEpisode:
             cause = "SandboxError: it died"
-            return ForkedEpisode(Trajectory(order.identity, (), (), Status.INFRASTRUCTURE, cause))
+            return ForkedEpisode(Trajectory(request.identity, (), (), Status.INFRASTRUCTURE, cause))
 
     async def scenario() -> None:
         async with World(tmp_path, max_gives=2).open() as world:

@@ -10,7 +10,7 @@ import pytest
 from etude.config import RunConfig
 from etude.controller.clusters.client import ControlClient, ControlLostError
 from etude.controller.clusters.joining import sample
-from etude.controller.clusters.runner import Players, open_clusters
+from etude.controller.clusters.runner import RunnerAndSink, open_clusters
 from etude.controller.clusters.sampling import OVER
 from etude.observe.metrics import MemorySink
 from etude.observe.observer import RecordingObserver
@@ -123,17 +123,17 @@ def test_a_run_takes_the_mark_away_when_it_begins_and_leaves_it_when_it_is_over(
         opened = open_clusters(
             config,
             renderer(),
-            Players(new_environment(), NoWeights()),
+            RunnerAndSink(new_environment(), NoWeights()),
             MemoryBlobs().put,
             TrajectoryLog(tmp_path / "log"),
             tmp_path,
             MemorySink(),
             RecordingObserver(),
         )
-        async with opened as players:
+        async with opened as runner_and_sink:
             assert read_over(store) is None
             if ends:
-                await players.announce_end()
+                await runner_and_sink.announce_end()
                 assert read_over(store) == config.name
 
     mark_over(store, "the one before")

@@ -12,7 +12,7 @@ from etude.agent import open_renderer
 from etude.config import AgentConfig, RunConfig
 from etude.controller.clusters.control import Control
 from etude.controller.clusters.intake import Inbox
-from etude.controller.clusters.joining import configure_from_run, open_site
+from etude.controller.clusters.joining import configure_from_run, open_resources
 from etude.controller.clusters.runner import describe_run
 from etude.controller.compute import resolve_numerics
 from etude.controller.models import resolve_model
@@ -62,10 +62,10 @@ def test_a_cluster_samples_a_checkpoint_with_more_rows_than_its_tokenizer_has_to
         trained = load_any_model(tmp_path / "initial")
         with open_publisher(settled.weights) as publisher:
             manifest = publisher.publish(PolicyVersion("run", 3), dict(trained.named_parameters()))
-        async with open_site(config, tokenizer, model, "frankfurt") as site:
-            await site.sink.stage(manifest)
-            await site.sink.activate(manifest.version)
-            site.check()
+        async with open_resources(config, tokenizer, model, "frankfurt") as resources:
+            await resources.sink.stage(manifest)
+            await resources.sink.activate(manifest.version)
+            resources.check()
 
     asyncio.run(run())
 

@@ -18,7 +18,7 @@ from etude.controller.clusters.intake import Inbox
 from etude.controller.clusters.runner import sampling_command
 from etude.controller.clusters.server import build_app
 from etude.controller.clusters.wire import API, RunFingerprint, config_document, order_document, order_of
-from etude.environment.runners import Order
+from etude.environment.runners import EpisodeRequest
 from etude.records import SamplingParams, TrajectoryId
 from tests.controller.clusters.playing import FINGERPRINT, OFFER, TOKEN
 from tests.environment.playing import TASK, renderer
@@ -184,10 +184,10 @@ def test_no_body_makes_the_server_fail(
 
 
 def test_an_order_comes_back_equal() -> None:
-    order = Order(
+    request = EpisodeRequest(
         TASK, TrajectoryId("run", "t", 1, 2, 3), (1, 2**40, 3), SamplingParams(temperature=0.7), True
     )
-    assert order_of(order_document(order)) == order
+    assert order_of(order_document(request)) == request
 
 
 @pytest.mark.parametrize("raw", [{}, {"task": 1}])

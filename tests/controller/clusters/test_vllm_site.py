@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from etude.config import RunConfig
-from etude.controller.clusters.joining import open_site
+from etude.controller.clusters.joining import open_resources
 from etude.controller.engines import SampledModel
 from etude.controller.models import resolve_model
 from etude.errors import ConfigError
@@ -46,16 +46,16 @@ def test_weights_of_the_store_are_sampled_under_their_own_version(tmp_path: Path
     async def run(config: RunConfig) -> None:
         with open_publisher(config.weights) as publisher:
             manifest = publisher.publish(PolicyVersion("run", 3), dict(model.named_parameters()))
-        async with open_site(
+        async with open_resources(
             config, tokenizer, SampledModel.configured(config, tokenizer), "frankfurt"
-        ) as site:
-            site.check()
-            await site.sink.stage(manifest)
-            await site.sink.activate(manifest.version)
-            site.sampler.open("s")
+        ) as resources:
+            resources.check()
+            await resources.sink.stage(manifest)
+            await resources.sink.activate(manifest.version)
+            resources.sampler.open("s")
             params = SamplingParams(max_tokens=6)
             request = SampleRequest("r", "s", prompt, params, frozenset(), (1,))
-            chunks = [chunk async for chunk in site.sampler.stream(request)]
+            chunks = [chunk async for chunk in resources.sampler.stream(request)]
         assert {chunk.version for chunk in chunks} == {manifest.version}
         tokens = np.concatenate([prompt, *(chunk.tokens for chunk in chunks)])
         with torch.no_grad():

@@ -60,7 +60,7 @@ class Bench:
         self.metrics, self.observer = MemorySink(), RecordingObserver()
         self.journal = FaultJournal(self.metrics, self.observer)
         self.step = 0
-        self.beside = BackgroundEvaluation(
+        self.background = BackgroundEvaluation(
             self._spawn,
             BUILD,
             [TASK],
@@ -80,7 +80,7 @@ class Bench:
     def look_at(self, *steps: int) -> None:
         """These come into service, one after the other."""
         for self.step in steps:
-            self.beside.judge_if_due(float(self.step))
+            self.background.judge_if_due(float(self.step))
 
     @property
     def judged(self) -> list[dict[str, Any]]:
@@ -90,8 +90,8 @@ class Bench:
 def test_every_so_many_steps_the_version_in_service_is_judged_and_nobody_waits() -> None:
     async def run() -> None:
         bench = Bench(every_steps=5)
-        await bench.beside.start()
-        bench.beside.resume_from(7)
+        await bench.background.start()
+        bench.background.resume_from(7)
         judge = bench.handles[0].part
         bench.look_at(8, 9, 10, 11)
         await until(lambda: judge.asked == [10])
@@ -100,13 +100,13 @@ def test_every_so_many_steps_the_version_in_service_is_judged_and_nobody_waits()
             "step 16: the last is not over"
         )
         judge.may_end.set()
-        await bench.beside.wait()
+        await bench.background.wait()
         assert [(row["step"], row["wall_s"], row["split"]) for row in bench.judged] == [(10, 10.0, "during")]
         assert bench.judged[0]["versions"] == str(PolicyVersion("run", 10))
         bench.look_at(17, 18, 19, 20)
-        await bench.beside.wait()
+        await bench.background.wait()
         assert [row["pass_rate"] for row in bench.judged] == [0.1, 0.2]
-        await bench.beside.close()
+        await bench.background.close()
 
     asyncio.run(run())
 
@@ -114,16 +114,16 @@ def test_every_so_many_steps_the_version_in_service_is_judged_and_nobody_waits()
 def test_an_evaluation_whose_process_dies_is_begun_anew() -> None:
     async def run() -> None:
         bench = Bench(every_steps=1)
-        await bench.beside.start()
+        await bench.background.start()
         bench.look_at(1)
         await until(lambda: bench.handles[0].part.asked == [1])
         bench.handles[0].kill()
         await until(lambda: len(bench.handles) == 2)
         bench.handles[1].part.may_end.set()
-        await bench.beside.wait()
+        await bench.background.wait()
         assert [row["step"] for row in bench.judged] == [1]
         assert bench.journal.counts == {"lost": 1, "restarted": 1}
-        await bench.beside.close()
+        await bench.background.close()
 
     asyncio.run(run())
 
@@ -133,19 +133,19 @@ def test_an_evaluation_that_no_process_outlives_is_given_up() -> None:
         # None is ever given up: each is counted as healthy before it dies.
         bench = Bench(every_steps=1, settings=FAST.model_copy(update={"healthy_s": 1e-9}))
         bench.are_mortal = True
-        await bench.beside.start()
+        await bench.background.start()
         bench.look_at(1)
-        await bench.beside.wait()
+        await bench.background.wait()
         assert len(bench.handles) >= FAST.give_up_after
         assert bench.journal.counts["evaluation failed"] == 1
         bench.are_mortal = False
         bench.look_at(2)
-        settled = asyncio.ensure_future(bench.beside.wait())
+        settled = asyncio.ensure_future(bench.background.wait())
         while not settled.done():
             bench.handles[-1].part.may_end.set()
             await asyncio.sleep(0.01)
         assert [row["step"] for row in bench.judged] == [2]
-        await bench.beside.close()
+        await bench.background.close()
 
     asyncio.run(run())
 
@@ -154,18 +154,18 @@ def test_an_evaluation_that_no_process_outlives_is_given_up() -> None:
 def test_an_evaluation_that_fails_is_counted_and_the_next_one_is_made(error: Exception) -> None:
     async def run() -> None:
         bench = Bench(every_steps=1)
-        await bench.beside.start()
+        await bench.background.start()
         judge = bench.handles[0].part
         judge.may_end.set()
         judge.error = error
         bench.look_at(1)
-        await bench.beside.wait()
+        await bench.background.wait()
         judge.error = None
         bench.look_at(2)
-        await bench.beside.wait()
+        await bench.background.wait()
         assert [row["step"] for row in bench.judged] == [2]
         assert bench.journal.counts == {"evaluation failed": 1}
-        await bench.beside.close()
+        await bench.background.close()
 
     asyncio.run(run())
 

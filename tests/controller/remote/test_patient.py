@@ -30,7 +30,7 @@ class Engine:
     def current(self) -> PolicyVersion:
         return VERSION
 
-    def open(self, session_id: str, beside: str | None = None) -> None:
+    def open(self, session_id: str, sibling: str | None = None) -> None:
         """See Sampler.open."""
 
     async def stream(self, request: SampleRequest) -> AsyncIterator[SampleChunk]:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from etude.environment.fork_groups import ForkedEpisode
 from etude.environment.member import MemberSampler
-from etude.environment.runners import EnvironmentTimes, Order, add_times, latest_times
+from etude.environment.runners import EnvironmentTimes, EpisodeRequest, add_times, latest_times
 from etude.errors import PartLostError, StoreError
 from etude.protocols import Sampler
 from etude.records import BlobRef, SamplingParams, Status
@@ -64,13 +64,13 @@ def test_sessions_that_left_another_in_its_middle_come_with_it_and_the_routes_th
         worker = workers.newest("worker-0")
         play = worker._environment.play
 
-        async def fork(order: Order, sampler: Sampler) -> ForkedEpisode:
-            whole = (await play(order, sampler)).trajectory
+        async def fork(request: EpisodeRequest, sampler: Sampler) -> ForkedEpisode:
+            whole = (await play(request, sampler)).trajectory
             return ForkedEpisode(whole, (replace(whole, id=identity(7)),))
 
         worker._environment.play = fork
-        order = Order(TASK, identity(0), (5, 0), SamplingParams(), training=True)
-        forked = await workers.episodes.play(order, workers.made.fleet)
+        request = EpisodeRequest(TASK, identity(0), (5, 0), SamplingParams(), training=True)
+        forked = await workers.episodes.play(request, workers.made.fleet)
         (sibling,) = forked.siblings
         assert (forked.trajectory.id, sibling.id) == (identity(0), identity(7))
         for mine, theirs in zip(forked.trajectory.segments, sibling.segments, strict=True):

@@ -17,7 +17,7 @@ from etude.environment.recording import (
     AnswerService,
     Ask,
     Recordings,
-    RendererShelf,
+    RendererCache,
     SamplingDefaults,
     SessionMap,
 )
@@ -60,8 +60,8 @@ def qwen_tokenizer() -> Tokenizer:
 
 
 @cache
-def shelf() -> RendererShelf:
-    return RendererShelf(qwen_tokenizer(), HermesGrammar, QWEN3_TEMPLATE)
+def renderers() -> RendererCache:
+    return RendererCache(qwen_tokenizer(), HermesGrammar, QWEN3_TEMPLATE)
 
 
 @cache
@@ -103,8 +103,8 @@ class TellingSampler:
 
         self.inner = ScriptedSampler(script, route_shape=self.route_shape, chunk_tokens=self.chunk_tokens)
 
-    def open(self, session_id: str, beside: str | None = None) -> None:
-        self.inner.open(session_id, beside)
+    def open(self, session_id: str, sibling: str | None = None) -> None:
+        self.inner.open(session_id, sibling)
 
     def close(self, session_id: str) -> None:
         self.closed.append(session_id)
@@ -169,12 +169,12 @@ class ChatClient:
 def make_service(
     sampler: TellingSampler, keep_thinking: bool = True, limits: MapLimits | None = None
 ) -> AnswerService:
-    session_map = SessionMap("run/t/e0/g0/0", shelf().find, limits or MapLimits(), keep_thinking)
+    session_map = SessionMap("run/t/e0/g0/0", renderers().find, limits or MapLimits(), keep_thinking)
     return AnswerService(session_map, sampler, answer_s=60, abort_s=60)
 
 
 def make_recordings(sampler: Any, store: Path, **options: Any) -> Recordings:
-    return Recordings(sampler, shelf(), store, {TOKEN: "team", "other-token": "others"}, **options)
+    return Recordings(sampler, renderers(), store, {TOKEN: "team", "other-token": "others"}, **options)
 
 
 def check_recording(service: AnswerService, sampler: TellingSampler) -> None:

@@ -20,7 +20,7 @@ from etude.environment.recording import (
     AnswerService,
     MapLimits,
     Recordings,
-    RendererShelf,
+    RendererCache,
     SessionMap,
 )
 from etude.environment.recording.journal import SessionJournal, find_sessions, read_journal, replay
@@ -37,8 +37,8 @@ from tests.environment.recording.recording_builders import (
     check_recording,
     make_recordings,
     qwen_tokenizer,
+    renderers,
     replies,
-    shelf,
 )
 from tests.environment.recording.serving import Served, serving
 from tests.environment.recording.test_session_map import SYSTEM, USER, run
@@ -49,7 +49,7 @@ HEADER = {"id": "s"}
 
 
 def journaled(sampler: TellingSampler, keep: bool, path: Path) -> AnswerService:
-    session_map = SessionMap("run/t/e0/g0/0", shelf().find, MapLimits(), keep)
+    session_map = SessionMap("run/t/e0/g0/0", renderers().find, MapLimits(), keep)
     journal = SessionJournal.create(path, HEADER)
     return AnswerService(session_map, sampler, answer_s=60, abort_s=60, journal=journal)
 
@@ -58,7 +58,7 @@ def replayed(path: Path, keep: bool = True) -> tuple[SessionMap, RewardBreakdown
     taken = read_journal(path)
     assert taken is not None
     journal, lines = taken
-    made = SessionMap("run/t/e0/g0/0", shelf().find, MapLimits(), keep)
+    made = SessionMap("run/t/e0/g0/0", renderers().find, MapLimits(), keep)
     reward = replay(lines[1:], made)
     journal.close()
     return made, reward
@@ -276,7 +276,7 @@ def test_sessions_of_another_model_and_of_a_living_server_are_left_alone(tmp_pat
     with serving(first) as served:
         served.create()
         assert make_recordings(sampler, tmp_path).recover() == 0
-    other = RendererShelf(qwen_tokenizer(), HermesGrammar, CHATML_TEMPLATE)
+    other = RendererCache(qwen_tokenizer(), HermesGrammar, CHATML_TEMPLATE)
     with pytest.raises(ConfigError, match="another tokenizer"):
         Recordings(sampler, other, tmp_path, {TOKEN: "team"}).recover()
     (path,) = (tmp_path / "live").iterdir()
@@ -292,10 +292,10 @@ def test_sessions_that_another_server_ends_meanwhile_are_passed_over(
         for _ in range(2):
             served.create()
     paths = sorted((tmp_path / "live").iterdir(), key=lambda path: (path.stat().st_mtime, path.name))
-    finding = find_sessions(tmp_path / "live", shelf())
+    finding = find_sessions(tmp_path / "live", renderers())
     _, journal, _, _ = next(finding)
     journal.close()
     paths[1].unlink()  # before it is opened
     assert list(finding) == []
     monkeypatch.setattr("fcntl.flock", lambda *_: paths[0].unlink())  # before it is locked
-    assert list(find_sessions(tmp_path / "live", shelf())) == []
+    assert list(find_sessions(tmp_path / "live", renderers())) == []

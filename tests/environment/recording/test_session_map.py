@@ -24,8 +24,8 @@ from tests.environment.recording.recording_builders import (
     make_service,
     plain_renderer,
     qwen_tokenizer,
+    renderers,
     replies,
-    shelf,
 )
 
 SYSTEM = {"role": "system", "content": "You are a coding agent."}
@@ -60,7 +60,7 @@ def test_a_growing_conversation_is_one_segment_with_the_tokens_of_our_own_sessio
 
     run(talk())
     (segment,) = segments_of(client)
-    renderer = shelf().find(client.service.session_map.branches[0].entries[0].message)
+    renderer = renderers().find(client.service.session_map.branches[0].entries[0].message)
     system = ["You are a coding agent.\n\n", *renderer.grammar.announce(renderer.grammar.tools)]
     expected = np.concatenate(
         [
@@ -289,7 +289,7 @@ def test_thinking_stays_or_is_dropped_before_the_users_last_words(keep: bool) ->
     first, second = segments
     assert second.relation is Relation.REWRITE
     assert int((first.tokens == think).sum()) == 2 and not (second.tokens == think).any()
-    renderer = shelf().find(client.service.session_map.branches[0].entries[0].message)
+    renderer = renderers().find(client.service.session_map.branches[0].entries[0].message)
     kept = renderer.encode([*renderer.grammar.split(f"I read.\n{call_text('a.py')}"), renderer.template.end])
     assert bytes(kept) in bytes(np.ascontiguousarray(second.tokens))
 

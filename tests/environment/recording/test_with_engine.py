@@ -25,7 +25,7 @@ from etude.records import PolicyVersion
 from etude.store.trajectories import TrajectoryLog
 from etude.weights import MemoryWeights
 from tests.cli.commands import etude
-from tests.environment.recording.recording_builders import ChatClient, qwen_tokenizer, shelf
+from tests.environment.recording.recording_builders import ChatClient, qwen_tokenizer, renderers
 from tests.environment.recording.test_session_map import SYSTEM, USER, altered, result
 
 CONFIG = ModelConfig(
@@ -49,7 +49,9 @@ def test_recorded_logprobs_are_those_that_the_trainer_computes() -> None:
             manifest = weights.publish(PolicyVersion("tiny", 3), dict(model.named_parameters()))
             await sampler.stage(manifest)
             await sampler.activate(manifest.version)
-            service = AnswerService(SessionMap("t", shelf().find, MapLimits(max_context_tokens=699)), sampler)
+            service = AnswerService(
+                SessionMap("t", renderers().find, MapLimits(max_context_tokens=699)), sampler
+            )
             client = ChatClient(service)
             history: list[dict[str, Any]] = [SYSTEM, USER]
             for number in range(3):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from etude.agent import ToolLimits, core_registry
-from etude.environment.sessions import EnvironmentSession, Site
+from etude.environment.sessions import EnvironmentSession, SessionServices
 from etude.environment.verdicts import Grader
 from etude.kit.retry import Backoff
 from etude.records import Task, ToolCall, ToolResult
@@ -31,17 +31,21 @@ TOKEN, OTHER_TOKEN = "a-token-for-tests", "another-token"
 TOKENS = {TOKEN: "one", OTHER_TOKEN: "two"}
 
 
-def new_site(backend: SandboxBackend | None = None, **settings: Any) -> Site:
+def new_services(backend: SandboxBackend | None = None, **settings: Any) -> SessionServices:
     """A site over a backend, in memory unless given."""
     backend = backend or MemoryBackend()
     settings.setdefault("limits", ToolLimits(provider_backoff_s=0.001))
-    return Site(backend, Grader(backend), settings.pop("tools", None) or core_registry(), **settings)
+    return SessionServices(
+        backend, Grader(backend), settings.pop("tools", None) or core_registry(), **settings
+    )
 
 
-def new_host(site: Site | None = None, limits: HostLimits | None = None, **more: Any) -> SessionHost:
+def new_host(
+    services: SessionServices | None = None, limits: HostLimits | None = None, **more: Any
+) -> SessionHost:
     """A host with one task."""
     more.setdefault("tasks", {"tally": TASK})
-    return SessionHost(site or new_site(), limits, **more)
+    return SessionHost(services or new_services(), limits, **more)
 
 
 @asynccontextmanager
@@ -128,9 +132,9 @@ async def turn(workspace: Any, *calls: ToolCall, seen: Seen | None = None) -> li
     return [result.output for result in await workspace.run_calls(calls, {}, seen.on_call, seen.on_result)]
 
 
-def begin(site: Site | None = None, task: Task = TASK) -> EnvironmentSession:
+def begin(services: SessionServices | None = None, task: Task = TASK) -> EnvironmentSession:
     """A session in this process."""
-    return EnvironmentSession.begin(site or new_site(), task)
+    return EnvironmentSession.begin(services or new_services(), task)
 
 
 async def until(condition: Any, timeout_s: float = 60.0) -> None:

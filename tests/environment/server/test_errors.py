@@ -14,7 +14,7 @@ from etude.records import Status
 from etude.sandbox.errors import CapacityError, SandboxMissingError
 from etude_quickstart.memory_backend import MemoryBackend
 from tests.environment.playing import TASK
-from tests.environment.server.serving import begin, httpx, new_host, new_site, remote
+from tests.environment.server.serving import begin, httpx, new_host, new_services, remote
 from tests.environment.server.test_server import ask, create
 from tests.fakes.faulty_sandbox import FaultyBackend
 
@@ -47,7 +47,7 @@ def test_a_failure_of_ours_is_counted() -> None:
         assert (await client.post("/sessions", json={"task": "tally"})).status_code == 502
         assert await failures(client) == 1
 
-    ask(scenario, new_host(new_site(FaultyBackend(MemoryBackend(), {"create": 1}))))
+    ask(scenario, new_host(new_services(FaultyBackend(MemoryBackend(), {"create": 1}))))
 
 
 def test_the_same_kind_of_error_is_ours_where_it_comes_from_behind() -> None:

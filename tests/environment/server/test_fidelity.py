@@ -23,7 +23,7 @@ from etude.records import Status, Task, ToolCall, TrajectoryId
 from etude.sandbox.interface import SandboxBackend
 from etude_quickstart.memory_backend import MemoryBackend
 from tests.environment.playing import FINISH, MEND, READ, TASK, TEST, renderer
-from tests.environment.server.serving import begin, new_host, new_site, remote
+from tests.environment.server.serving import begin, new_host, new_services, remote
 from tests.fakes.scripted import ScriptedSampler, play
 from tests.sandbox.backends import with_backend
 
@@ -58,14 +58,14 @@ async def terminal(backend: SandboxBackend, task: Task, work: Any) -> None:
 
 
 async def rollout(backend: SandboxBackend, task: Task, work: Any) -> None:
-    session = begin(new_site(backend), task)
+    session = begin(new_services(backend), task)
     await work(session)
     assert (await session.submit()).verdict.passed
     await session.close()
 
 
 async def cloud(backend: SandboxBackend, task: Task, work: Any) -> None:
-    async with remote(new_host(new_site(Unclosed(backend)))) as server:
+    async with remote(new_host(new_services(Unclosed(backend)))) as server:
         session = await server.create(task)
         await work(session)
         assert (await session.submit()).verdict.passed

@@ -27,7 +27,7 @@ from etude.agent import (
 from etude.agent.index.opening import open_indexes
 from etude.agent.mcp import open_servers
 from etude.agent.prompts import SYSTEM_PROMPT
-from etude.cli.environment import new_site
+from etude.cli.environment import new_services
 from etude.config import AgentConfig, McpConfig, RunConfig
 from etude.controller.agent.models import describe_unknown
 from etude.environment.episodes import Environment, EpisodeLimits
@@ -108,14 +108,14 @@ def test_every_way_to_run_a_model_of_others_gives_it_the_same_tokens(make, asked
         environment = Environment.of_run(config, tokenizer, backend, EpisodeLimits(SESSION), None)
         trajectory = await environment.run(FORGED, IDENTITY, sampler(), (7,), SamplingParams())
         assert trajectory.status is Status.DONE, trajectory.cause
-        world = EnvironmentSession.begin(new_site(backend, of_server), FORGED)
+        env_session = EnvironmentSession.begin(new_services(backend, of_server), FORGED)
         again = AgentSession(FORGED.instruction, renderer, IDENTITY, SESSION)
-        replay = await replay_session(trajectory, again, Replayer(world, world.context))
+        replay = await replay_session(trajectory, again, Replayer(env_session, env_session.context))
         assert replay.equal
         assert again.segments()[0].tokens.tobytes() == trajectory.segments[0].tokens.tobytes()
         outside = [one.call.name for one in replay.from_record]
         assert outside == ([] if is_plain else ["lines_count_lines"])
-        await world.close()
+        await env_session.close()
         await environment.close()
         return trajectory.segments
 
@@ -141,7 +141,7 @@ def test_every_way_to_run_a_model_of_others_gives_it_the_same_tokens(make, asked
         return segments
 
     async def server() -> Sequence[Segment]:
-        async with remote(new_host(new_site(MemoryBackend(), of_server))) as client:
+        async with remote(new_host(new_services(MemoryBackend(), of_server))) as client:
             session = await client.create(FORGED)
             segments = await worked(session)
             await session.close()
@@ -154,7 +154,7 @@ def test_every_way_to_run_a_model_of_others_gives_it_the_same_tokens(make, asked
     check_turns(tokenizer, first[0], is_apart=bool(chosen.template.result_between))
     words = SYSTEM_PROMPT if is_plain else asked.system
     opening = Opening(words, read_tools([schema.function_schema() for schema in chosen.tools]))
-    framing = Framing(chosen.shelf().find(opening), opening)
+    framing = Framing(chosen.renderers().find(opening), opening)
     served = [framing.render_given(opening, True), framing.render_given(UserWords(FORGED.instruction), False)]
     prompt = np.concatenate([*served, framing.answer_frame()])
     assert first[0].tokens[: len(prompt)].tobytes() == prompt.tobytes()

@@ -19,7 +19,7 @@ from etude.environment.running import ignore_event
 from etude.environment.sessions import EnvironmentSession
 from etude.records import ToolCall, ToolResult
 from etude_quickstart.memory_backend import MemoryBackend
-from tests.environment.server.serving import TOKEN, begin, httpx, new_host, new_site, remote
+from tests.environment.server.serving import TOKEN, begin, httpx, new_host, new_services, remote
 from tests.fakes.faulty_sandbox import FaultyBackend
 
 EDIT = {"path": "lib/tally.py", "start": 2, "text": "    return sum(xs)"}
@@ -56,7 +56,7 @@ def test_calls_over_mcp_are_turns_of_the_session() -> None:
 
 def test_a_failure_of_ours_is_a_protocol_error() -> None:
     async def scenario() -> None:
-        session = begin(new_site(FaultyBackend(MemoryBackend(), {"read": 1})))
+        session = begin(new_services(FaultyBackend(MemoryBackend(), {"read": 1})))
         async with Client(server_of(session)) as client:
             with pytest.raises(MCPError, match="infrastructure failed"):
                 await client.call_tool("read_file", {"path": "lib/tally.py"})

@@ -11,7 +11,7 @@ from etude.agent.inputs import call_document
 from etude.errors import SandboxError
 from etude_quickstart.memory_backend import MemoryBackend
 from tests.environment.playing import FINISH, MEND, READ, SPOIL
-from tests.environment.server.serving import TOKEN, TOKENS, asking, new_host, new_site, served
+from tests.environment.server.serving import TOKEN, TOKENS, asking, new_host, new_services, served
 from tests.environment.server.test_server import Socket
 from tests.fakes.faulty_sandbox import FaultyBackend
 
@@ -97,7 +97,7 @@ def test_an_infrastructure_failure_is_an_error_and_no_reward() -> None:
         assert failed["data"]["kind"] == SandboxError.__name__
         assert (await say(socket, "state"))["data"]["reward"] is None
 
-    talk(scenario, new_host(new_site(FaultyBackend(MemoryBackend(), {"read": 1}))))
+    talk(scenario, new_host(new_services(FaultyBackend(MemoryBackend(), {"read": 1}))))
 
 
 def test_a_wrong_token_in_the_path_is_refused() -> None:

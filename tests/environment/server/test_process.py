@@ -16,7 +16,7 @@ from etude.errors import ConfigError
 from etude.sandbox.types import Capabilities
 from etude_quickstart.memory_backend import MemoryBackend
 from tests.cli.commands import etude
-from tests.environment.server.serving import httpx, new_host, new_site
+from tests.environment.server.serving import httpx, new_host, new_services
 
 from etude.environment.server.process import serve  # isort: skip
 from etude.serving.listening import is_loopback, open_listeners  # isort: skip
@@ -53,7 +53,7 @@ def test_tenants_who_could_starve_each_other_are_served_only_if_that_is_said() -
 
     def start(backend: MemoryBackend, tokens: dict[str, str], tenants_share: bool = False) -> str | None:
         with pytest.raises(ConfigError) as caught:
-            serve(new_host(new_site(backend)), port=port, tokens=tokens, tenants_share=tenants_share)
+            serve(new_host(new_services(backend)), port=port, tokens=tokens, tenants_share=tenants_share)
         return caught.value.field
 
     two = {"aaa": "one", "bbb": "two"}

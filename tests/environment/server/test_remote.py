@@ -28,13 +28,13 @@ from tests.environment.server.serving import (
     DroppingTransport,
     Seen,
     new_host,
-    new_site,
+    new_services,
     remote,
     served,
     turn,
     until,
 )
-from tests.environment.server.test_sessions import counting_site
+from tests.environment.server.test_sessions import counting_services
 from tests.fakes.faulty_sandbox import FaultyBackend
 from tests.sandbox.backends import with_backend
 
@@ -85,8 +85,8 @@ def test_a_task_crosses_with_all_that_grading_takes() -> None:
 @pytest.mark.parametrize("times", [1, 3])
 def test_a_turn_whose_answer_was_lost_is_not_run_again(times: int) -> None:
     async def scenario() -> None:
-        site, tool = counting_site()
-        async with served(new_host(site)) as url:
+        services, tool = counting_services()
+        async with served(new_host(services)) as url:
             line = DroppingTransport("/turns", times)
             server = RemoteEnvironment(url, TOKEN, line, backoff=Backoff(0.01, attempts=4))
             session, seen = await server.create(TASK), Seen()
@@ -101,8 +101,8 @@ def test_a_turn_whose_answer_was_lost_is_not_run_again(times: int) -> None:
 
 def test_a_line_that_stays_broken_is_an_infrastructure_failure_and_the_turn_can_be_taken_up() -> None:
     async def scenario() -> None:
-        site, tool = counting_site()
-        async with served(new_host(site)) as url:
+        services, tool = counting_services()
+        async with served(new_host(services)) as url:
             server = RemoteEnvironment(url, TOKEN, DroppingTransport("/turns", 9), backoff=TWICE)
             session = await server.create(TASK)
             with pytest.raises(SandboxLostError, match="environment server"):
@@ -121,8 +121,8 @@ def test_a_line_that_stays_broken_is_an_infrastructure_failure_and_the_turn_can_
 
 def test_a_client_that_leaves_in_mid_turn_finds_the_results_when_it_comes_back() -> None:
     async def scenario() -> None:
-        site, tool = counting_site()
-        async with remote(new_host(site)) as server:
+        services, tool = counting_services()
+        async with remote(new_host(services)) as server:
             session = await server.create(TASK)
             tool.gate.clear()
             asking = asyncio.create_task(turn(session, COUNT))
@@ -139,7 +139,7 @@ def test_a_client_that_leaves_in_mid_turn_finds_the_results_when_it_comes_back()
 def test_a_creation_and_a_fork_whose_answers_were_lost_are_made_once() -> None:
     async def scenario() -> None:
         backend = MemoryBackend()
-        async with served(new_host(new_site(backend))) as url:
+        async with served(new_host(new_services(backend))) as url:
             for ending, ask in (("/sessions", "create"), ("/fork", "fork")):
                 server = RemoteEnvironment(url, TOKEN, DroppingTransport(ending, 1), backoff=TWICE)
                 session = await server.create(TASK)
@@ -156,8 +156,8 @@ def test_a_creation_and_a_fork_whose_answers_were_lost_are_made_once() -> None:
 
 def test_errors_arrive_as_what_they_are() -> None:
     async def scenario() -> None:
-        site, tool = counting_site()
-        async with remote(new_host(site)) as server:
+        services, tool = counting_services()
+        async with remote(new_host(services)) as server:
             session = await server.create(TASK)
             tool.failures = [SandboxKilledByAgentError("used up the memory")]
             with pytest.raises(SandboxKilledByAgentError, match="memory"):
@@ -179,7 +179,7 @@ def test_errors_arrive_as_what_they_are() -> None:
 def test_a_sandbox_that_dies_and_a_grader_that_fails_are_never_rewards() -> None:
     async def scenario() -> None:
         backend = FaultyBackend(MemoryBackend(), {"read": 1, "probes": 1})
-        async with remote(new_host(new_site(backend))) as server:
+        async with remote(new_host(new_services(backend))) as server:
             session = await server.create(TASK)
             with pytest.raises(SandboxError, match="on purpose"):
                 await turn(session, READ)
@@ -194,8 +194,8 @@ def test_a_sandbox_that_dies_and_a_grader_that_fails_are_never_rewards() -> None
 
 def test_a_full_server_is_asked_again_for_a_turn() -> None:
     async def scenario() -> None:
-        site, tool = counting_site()
-        async with remote(new_host(site, HostLimits(tenant_calls=1))) as server:
+        services, tool = counting_services()
+        async with remote(new_host(services, HostLimits(tenant_calls=1))) as server:
             one, two = await server.create(TASK), await server.create(TASK)
             tool.gate.clear()
             first = asyncio.create_task(turn(one, COUNT))
@@ -215,16 +215,18 @@ def test_a_full_server_is_asked_again_for_a_turn() -> None:
 
 def test_a_journaled_session_goes_on_in_its_remote_workspace(tmp_path: Path) -> None:
     async def scenario() -> None:
-        site, _ = counting_site()
-        async with served(new_host(site)) as url:
+        services, _ = counting_services()
+        async with served(new_host(services)) as url:
             breaking = RemoteEnvironment(url, TOKEN, DroppingTransport("/turns", 99), backoff=ONCE)
-            world = await breaking.create(TASK)
+            env_session = await breaking.create(TASK)
             session = AgentSession("x", renderer(), TrajectoryId("run", "x", 0, 0, 0), SessionLimits())
             journal = JournaledSession.create(tmp_path / "journal", session, ToolState())
             with pytest.raises(InfrastructureError):
-                await run_session(journal, scripted([(READ,), (FINISH,)]), world, "s", (1,), log=journal)
+                await run_session(
+                    journal, scripted([(READ,), (FINISH,)]), env_session, "s", (1,), log=journal
+                )
             sound = RemoteEnvironment(url, TOKEN)
-            again = await sound.connect(world.id, num_turns=len(journal.session.turns) - 1)
+            again = await sound.connect(env_session.id, num_turns=len(journal.session.turns) - 1)
             await run_session(journal, scripted([(READ,), (FINISH,)]), again, "s", (1,), log=journal)
             assert journal.session.status is Status.DONE
             assert (await again.describe())["turns"] == 2
@@ -239,11 +241,11 @@ def test_a_journaled_session_goes_on_in_its_remote_workspace(tmp_path: Path) -> 
 
 _SERVER = """
 import sys
-from tests.environment.server.serving import new_host, new_site, TOKENS
-from tests.environment.server.test_sessions import counting_site
+from tests.environment.server.serving import new_host, new_services, TOKENS
+from tests.environment.server.test_sessions import counting_services
 from tests.sandbox.backends import with_backend
 from etude.environment.server import serve
-site, tool = counting_site()
+site, tool = counting_services()
 if sys.argv[1] == "hang":
     tool.gate.clear()
 serve(new_host(site), port=0, tokens=TOKENS, drain_s=5)
@@ -310,7 +312,7 @@ def test_a_server_that_is_asked_to_end_ends_by_itself() -> None:
 
 def test_real_sandboxes_sleep_fork_and_are_graded_behind_the_server() -> None:
     async def scenario(backend: SandboxBackend) -> None:
-        host = new_host(new_site(backend, snapshot_every=1))
+        host = new_host(new_services(backend, snapshot_every=1))
         async with remote(host) as server:
             session = await server.create(TASK)
             write = ToolCall(

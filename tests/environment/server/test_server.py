@@ -20,10 +20,10 @@ from tests.environment.server.serving import (
     asking,
     httpx,
     new_host,
-    new_site,
+    new_services,
     until,
 )
-from tests.environment.server.test_sessions import counting_site
+from tests.environment.server.test_sessions import counting_services
 
 from etude.agent.inputs import call_document  # isort: skip
 from etude.environment.server import HostLimits, read_tenants  # isort: skip
@@ -205,7 +205,7 @@ def test_a_tenant_holds_so_many_sessions() -> None:
 
 
 def test_calls_in_flight_and_kept_bytes_are_bounded() -> None:
-    site, tool = counting_site()
+    services, tool = counting_services()
 
     async def scenario(client: httpx.AsyncClient, host: Any) -> None:
         one, two = (await create(client))["id"], (await create(client))["id"]
@@ -220,7 +220,7 @@ def test_calls_in_flight_and_kept_bytes_are_bounded() -> None:
         refused = await client.post(f"/sessions/{two}/turns", json=calls(READ))
         assert (refused.status_code, refused.json()["error"]["field"]) == (503, "kept_bytes")
 
-    ask(scenario, new_host(site, HostLimits(tenant_calls=1, tenant_bytes=500)))
+    ask(scenario, new_host(services, HostLimits(tenant_calls=1, tenant_bytes=500)))
 
 
 def test_a_request_that_is_too_large_is_refused() -> None:
@@ -248,14 +248,14 @@ def test_a_session_that_nobody_uses_is_closed() -> None:
         await asyncio.sleep(0.1)
         assert (await client.get(f"/sessions/{asleep}")).json()["state"] == "paused"
 
-    ask(scenario, new_host(new_site(backend), HostLimits(idle_s=0.2)))
+    ask(scenario, new_host(new_services(backend), HostLimits(idle_s=0.2)))
 
 
 # Turns
 
 
 def test_turns_run_once_by_number_and_by_key() -> None:
-    site, tool = counting_site()
+    services, tool = counting_services()
 
     async def scenario(client: httpx.AsyncClient, host: Any) -> None:
         path = f"/sessions/{(await create(client))['id']}/turns"
@@ -268,7 +268,7 @@ def test_turns_run_once_by_number_and_by_key() -> None:
         assert (await client.post(path, json={**calls(READ), "turn": 0})).status_code == 409
         assert (await client.post(path, json={**calls(READ), "turn": 7})).status_code == 400
 
-    ask(scenario, new_host(site))
+    ask(scenario, new_host(services))
 
 
 def test_a_whole_session_by_plain_http() -> None:
@@ -301,7 +301,7 @@ def test_a_whole_session_by_plain_http() -> None:
 def test_tools_tasks_and_openapi_are_told() -> None:
     async def scenario(client: httpx.AsyncClient, host: Any) -> None:
         tools = (await client.get("/tools")).json()
-        assert tools["digest"] == host.site.tools.digest
+        assert tools["digest"] == host.services.tools.digest
         assert {"path", "offset", "limit"} == set(
             next(t for t in tools["tools"] if t["name"] == "read_file")["input_schema"]["properties"]
         )
@@ -319,7 +319,7 @@ def test_tools_tasks_and_openapi_are_told() -> None:
 
 
 def test_a_draining_server_finishes_turns_and_begins_nothing() -> None:
-    site, tool = counting_site()
+    services, tool = counting_services()
 
     async def scenario(client: httpx.AsyncClient, host: Any) -> None:
         path = f"/sessions/{(await create(client))['id']}/turns"
@@ -337,7 +337,7 @@ def test_a_draining_server_finishes_turns_and_begins_nothing() -> None:
         assert (await client.post(path, json=calls(READ))).status_code == 503
         assert host.num_busy == 0
 
-    ask(scenario, new_host(site))
+    ask(scenario, new_host(services))
 
 
 # Events

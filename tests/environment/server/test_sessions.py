@@ -24,7 +24,7 @@ from etude.sandbox.types import SnapshotKind
 from etude.tokens.grammar import ToolSchema
 from etude_quickstart.memory_backend import MemoryBackend
 from tests.environment.playing import FINISH, MEND, READ, SPOIL, TASK, TEST
-from tests.environment.server.serving import Seen, begin, new_site, turn, until
+from tests.environment.server.serving import Seen, begin, new_services, turn, until
 from tests.fakes.faulty_sandbox import FaultyBackend
 
 
@@ -55,9 +55,9 @@ class Counting:
 COUNT = ToolCall("count")
 
 
-def counting_site(backend: Any = None, **settings: Any) -> tuple[Any, Counting]:
+def counting_services(backend: Any = None, **settings: Any) -> tuple[Any, Counting]:
     tool = Counting()
-    return new_site(backend, tools=Registry([*core_registry().values(), tool]), **settings), tool
+    return new_services(backend, tools=Registry([*core_registry().values(), tool]), **settings), tool
 
 
 def run(scenario: Any) -> Any:
@@ -77,7 +77,7 @@ def test_a_solved_session_is_graded_and_leaves_nothing() -> None:
             await turn(session, READ)
         await session.close()
         await session.close()
-        backend: Any = session.site.backend
+        backend: Any = session.services.backend
         assert not backend.live
 
     run(scenario)
@@ -98,7 +98,7 @@ def test_malformed_calls_and_limits_cost_what_they_cost_in_an_episode() -> None:
 
 def test_what_cannot_be_graded_says_why() -> None:
     async def scenario() -> None:
-        session = await EnvironmentSession.open(new_site(), Origin(Template({"a.py": "x = 1\n"})))
+        session = await EnvironmentSession.open(new_services(), Origin(Template({"a.py": "x = 1\n"})))
         with pytest.raises(ConfigError, match="no task"):
             await session.submit()
         await session.close()
@@ -115,7 +115,7 @@ def test_what_cannot_be_graded_says_why() -> None:
 def test_a_failing_grader_is_no_verdict_and_is_asked_again() -> None:
     async def scenario() -> None:
         backend = FaultyBackend(MemoryBackend(), {"probes": 1})
-        session = begin(new_site(backend))
+        session = begin(new_services(backend))
         await turn(session, MEND)
         with pytest.raises(SandboxError, match="on purpose"):
             await session.submit()
@@ -131,8 +131,8 @@ def test_a_failing_grader_is_no_verdict_and_is_asked_again() -> None:
 
 def test_a_turn_that_is_asked_for_twice_is_run_once() -> None:
     async def scenario() -> None:
-        site, tool = counting_site()
-        session = begin(site)
+        services, tool = counting_services()
+        session = begin(services)
         tool.gate.clear()
         one, two = Seen(), Seen()
         first = asyncio.create_task(session.turn([COUNT], 0, one.on_call, one.on_result))
@@ -156,8 +156,8 @@ def test_a_turn_that_is_asked_for_twice_is_run_once() -> None:
 
 def test_keys_name_turns_too() -> None:
     async def scenario() -> None:
-        site, tool = counting_site()
-        session, seen = begin(site), Seen()
+        services, tool = counting_services()
+        session, seen = begin(services), Seen()
         for _ in range(2):
             await session.turn([COUNT], None, seen.on_call, seen.on_result, key="a")
         await session.turn([COUNT], None, seen.on_call, seen.on_result, key="b")
@@ -169,8 +169,8 @@ def test_keys_name_turns_too() -> None:
 
 def test_a_turn_that_failed_is_tried_again_without_repeating_side_effects() -> None:
     async def scenario() -> None:
-        site, tool = counting_site()
-        session, seen = begin(site), Seen()
+        services, tool = counting_services()
+        session, seen = begin(services), Seen()
         tool.failures = [InfrastructureError("failed on purpose")]
         with pytest.raises(InfrastructureError, match="on purpose"):
             await session.turn([READ, COUNT, MEND], 0, seen.on_call, seen.on_result)
@@ -187,8 +187,8 @@ def test_a_turn_that_failed_is_tried_again_without_repeating_side_effects() -> N
 
 def test_what_is_known_of_a_failed_turn_is_not_taken_for_a_later_one() -> None:
     async def scenario() -> None:
-        site, tool = counting_site(FaultyBackend(MemoryBackend(), {"read": 1}))
-        session = begin(site)
+        services, tool = counting_services(FaultyBackend(MemoryBackend(), {"read": 1}))
+        session = begin(services)
         with pytest.raises(SandboxError):
             await turn(session, COUNT, READ)
         assert (await turn(session, COUNT, READ))[0] == "call 1"
@@ -201,8 +201,8 @@ def test_what_is_known_of_a_failed_turn_is_not_taken_for_a_later_one() -> None:
 
 def test_cancelling_the_caller_in_process_ends_the_turn() -> None:
     async def scenario() -> None:
-        site, tool = counting_site()
-        session = begin(site)
+        services, tool = counting_services()
+        session = begin(services)
         tool.gate.clear()
         running = asyncio.create_task(turn(session, COUNT))
         await until(lambda: tool.num_calls == 1)
@@ -218,8 +218,8 @@ def test_cancelling_the_caller_in_process_ends_the_turn() -> None:
 
 def test_an_agent_that_killed_its_sandbox_has_failed_its_task() -> None:
     async def scenario() -> None:
-        site, tool = counting_site()
-        session = begin(site)
+        services, tool = counting_services()
+        session = begin(services)
         tool.failures = [SandboxKilledByAgentError("used up the memory")]
         for _ in range(2):
             with pytest.raises(SandboxKilledByAgentError):
@@ -249,8 +249,8 @@ def test_a_paused_session_waits_and_goes_on() -> None:
 def test_a_turn_that_is_asked_for_again_during_its_snapshot_hinders_no_later_one() -> None:
     async def scenario() -> None:
         begun, going_on, seen = asyncio.Event(), asyncio.Event(), Seen()
-        site, tool = counting_site(snapshot_every=1)
-        session = begin(site)
+        services, tool = counting_services(snapshot_every=1)
+        session = begin(services)
         await session.diff()  # the sandbox is there
         snapshot = session.sandbox.create_snapshot
 
@@ -338,7 +338,7 @@ def test_the_diff_leaves_the_harness_out() -> None:
 def test_forks_go_their_own_ways() -> None:
     async def scenario() -> None:
         backend = MemoryBackend()
-        session = begin(new_site(backend))
+        session = begin(new_services(backend))
         await turn(session, MEND)
         one, two = await session.fork(2)
         assert isinstance(one, EnvironmentSession)
@@ -359,8 +359,8 @@ def test_forks_go_their_own_ways() -> None:
 def test_a_fork_at_an_earlier_turn_is_as_it_was_then(every: int) -> None:
     async def scenario() -> None:
         backend = MemoryBackend()
-        site, tool = counting_site(backend, snapshot_every=every)
-        session = begin(site)
+        services, tool = counting_services(backend, snapshot_every=every)
+        session = begin(services)
         await turn(session, READ)
         await turn(session, COUNT)
         await session.archive(".etude/history/001.md", "first")
@@ -390,8 +390,8 @@ def test_a_fork_at_an_earlier_turn_is_as_it_was_then(every: int) -> None:
 
 def test_many_forks_of_an_earlier_turn_replay_once() -> None:
     async def scenario() -> None:
-        site, tool = counting_site()
-        session = begin(site)
+        services, tool = counting_services()
+        session = begin(services)
         await turn(session, COUNT)
         await turn(session, COUNT)
         forks = await session.fork(3, turn=1)
@@ -409,15 +409,15 @@ def test_many_forks_of_an_earlier_turn_replay_once() -> None:
 
 def test_a_replay_that_fails_leaves_no_sandbox() -> None:
     async def scenario() -> None:
-        site, tool = counting_site()
-        session = begin(site)
+        services, tool = counting_services()
+        session = begin(services)
         await turn(session, COUNT)
         await turn(session, READ)
         tool.failures = [InfrastructureError("failed on purpose")]
         with pytest.raises(InfrastructureError):
             await session.fork(turn=1)
         await session.close()
-        backend: Any = site.backend
+        backend: Any = services.backend
         assert not backend.live
 
     run(scenario)
@@ -426,7 +426,7 @@ def test_a_replay_that_fails_leaves_no_sandbox() -> None:
 def test_a_snapshot_that_fails_does_not_fail_the_turn() -> None:
     async def scenario() -> None:
         backend = FaultyBackend(MemoryBackend(), {"create_snapshot": 1})
-        session = begin(new_site(backend, snapshot_every=1))
+        session = begin(new_services(backend, snapshot_every=1))
         assert await turn(session, MEND) == ["ok"]
         assert describe(session)["snapshot_failures"] == 1
         await session.close()
@@ -442,7 +442,7 @@ def test_a_session_whose_snapshots_cannot_be_deleted_is_closed_all_the_same() ->
             raise SandboxError("the host that holds the snapshot is dead")
 
     async def scenario() -> None:
-        session = begin(new_site(Keeping(), snapshot_every=1))
+        session = begin(new_services(Keeping(), snapshot_every=1))
         await turn(session, MEND)
         with pytest.raises(SandboxError, match="is dead"):
             await session.close()

@@ -26,7 +26,7 @@ from etude.sandbox.interface import SandboxBackend
 from etude.sandbox.template import Template
 from etude.tasks.harbor import write_harbor
 from tests.environment.playing import TASK
-from tests.environment.server.serving import new_site
+from tests.environment.server.serving import new_services
 from tests.sandbox.backends import with_backend
 from tests.tasks.harbor_tasks import write_task
 
@@ -111,7 +111,7 @@ def test_two_sessions_of_one_backend_look_alike_from_the_inside() -> None:
         seen: list[dict[str, str]] = []
         for _ in range(2):
             session = await EnvironmentSession.open(
-                new_site(backend), Origin(Template({"a.py": "x = 1\n"}, "files"))
+                new_services(backend), Origin(Template({"a.py": "x = 1\n"}, "files"))
             )
             seen.append(await examine(session))
             await session.close()
@@ -160,7 +160,7 @@ def test_harbor_directories_become_tasks_that_are_graded(tmp_path: Path) -> None
     assert list(tasks) == ["tally"]
 
     async def scenario() -> bool:
-        session = EnvironmentSession.begin(new_site(), tasks["tally"])
+        session = EnvironmentSession.begin(new_services(), tasks["tally"])
         fix = ToolCall("edit_lines", {"path": "lib/tally.py", "start": "2", "text": "    return sum(xs)"})
         await session.run_calls([fix], {}, lambda *_: None, lambda *_: None)
         outcome = await session.submit()

@@ -53,17 +53,17 @@ def test_sessions_that_left_another_one_begin_where_its_prefix_is() -> None:
     router = router_of("a", "b", "c")
     home = turn(router, 0, "forked", prompt=500)
     for n in range(3):
-        assert router.place(f"sibling{n}", 1.0, beside="forked") == home
+        assert router.place(f"sibling{n}", 1.0, sibling="forked") == home
         assert turn(router, 1 + n, f"sibling{n}", prompt=500) == home
     router.replicas[home].ready = False
-    assert router.place("late", 2.0, beside="forked") != home
-    assert router.place("other", 2.0, beside="unknown") != home
+    assert router.place("late", 2.0, sibling="forked") != home
+    assert router.place("other", 2.0, sibling="unknown") != home
 
 
 def test_siblings_leave_a_replica_that_has_too_much_to_do() -> None:
     router = router_of("a", "b", spill_floor_tokens=10.0)
     home = turn(router, 0, "forked", prompt=10)
-    router.place("sibling", 0.5, beside="forked")
+    router.place("sibling", 0.5, sibling="forked")
     for n in range(1, 10):
         router.begin(ask(n, session=f"s{n}"), 1.0)
     router.replicas[home].work += 10_000

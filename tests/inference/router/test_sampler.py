@@ -100,11 +100,11 @@ def test_siblings_of_a_fork_are_opened_where_the_forked_session_is() -> None:
     class Noting(Replica):
         def __init__(self) -> None:
             super().__init__()
-            self.beside: list[tuple[str, str]] = []
+            self.sibling: list[tuple[str, str]] = []
 
-        def open(self, session_id: str, beside: str | None = None) -> None:
-            if beside is not None:
-                self.beside.append((session_id, beside))
+        def open(self, session_id: str, sibling: str | None = None) -> None:
+            if sibling is not None:
+                self.sibling.append((session_id, sibling))
             super().open(session_id)
 
     async def body() -> None:
@@ -115,13 +115,13 @@ def test_siblings_of_a_fork_are_opened_where_the_forked_session_is() -> None:
         for sibling in ("s", "t"):
             routed.open(sibling, "forked")
         (at,) = [one for one in replicas.values() if "forked" in one.open_sessions]
-        assert at.beside == [("s", "forked"), ("t", "forked")]
+        assert at.sibling == [("s", "forked"), ("t", "forked")]
         assert at.open_sessions == {"forked", "s", "t"}
         with pytest.raises(SamplerError, match="open already"):
             routed.open("s", "forked")
         routed.close("forked")
         routed.open("late", "forked")
-        assert sum(len(one.beside) for one in replicas.values()) == 2, "what is closed is nowhere"
+        assert sum(len(one.sibling) for one in replicas.values()) == 2, "what is closed is nowhere"
 
     run(body())
 

@@ -23,9 +23,15 @@ from etude.inference.server import Keys, ServedModel, ServerLimits, ServerState,
 from etude.protocols import KvPolicy
 from etude.records import PolicyVersion, SampleChunk, SampleRequest, Scores, WeightManifest
 from etude.tokens import ETUDE_TEMPLATE, Renderer, train_tokenizer
-from etude.tokens.chat.shelf import RendererShelf
+from etude.tokens.chat.renderer_cache import RendererCache
 from etude.tokens.grammar import XmlGrammar
-from tests.environment.recording.recording_builders import READ, TEXTS, answer_tokens, qwen_tokenizer, shelf
+from tests.environment.recording.recording_builders import (
+    READ,
+    TEXTS,
+    answer_tokens,
+    qwen_tokenizer,
+    renderers,
+)
 from tests.fakes.scripted import ScriptedSampler
 
 START_S = 60.0
@@ -80,7 +86,7 @@ class PlayedSampler:
         for held in (self.failures, self.aborted, self.closed, self.requests):
             held.clear()
 
-    def open(self, session_id: str, beside: str | None = None) -> None:
+    def open(self, session_id: str, sibling: str | None = None) -> None:
         assert session_id not in self.open_sessions
         self.open_sessions.add(session_id)
         self.inner.open(session_id)
@@ -192,7 +198,7 @@ def qwen_model(max_context_tokens: int = 2000, **options: Any) -> ServedModel:
     """A model that speaks Hermes in Qwen's frame."""
     tokenizer = qwen_tokenizer()
     ends = frozenset((tokenizer.control_id("<|im_end|>"),))
-    return ServedModel(MODEL, tokenizer, ends, max_context_tokens, shelf(), **options)
+    return ServedModel(MODEL, tokenizer, ends, max_context_tokens, renderers(), **options)
 
 
 def xml_model() -> tuple[ServedModel, Renderer]:
@@ -201,7 +207,7 @@ def xml_model() -> tuple[ServedModel, Renderer]:
     controls = [*ETUDE_TEMPLATE.control_tokens, *grammar.control_tokens()]
     tokenizer = train_tokenizer(TEXTS, 256 + len(controls) + 20, controls)
     ends = frozenset((tokenizer.control_id("<|end|>"),))
-    shelved = RendererShelf(tokenizer, XmlGrammar, ETUDE_TEMPLATE)
+    shelved = RendererCache(tokenizer, XmlGrammar, ETUDE_TEMPLATE)
     return ServedModel(MODEL, tokenizer, ends, 2000, shelved), Renderer(tokenizer, grammar)
 
 

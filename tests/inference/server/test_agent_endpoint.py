@@ -23,9 +23,9 @@ CALL = ToolCall("read_file", {"path": "lib/tally.py"})
 def test_a_model_with_tags_of_its_own_answers_an_agent_that_offers_all_tools() -> None:
     controls = own_control_tokens()
     tokenizer = train_tokenizer(TEXTS, 256 + len(controls) + 20, controls)
-    shelf = choose_format(tokenizer).shelf()
+    renderers = choose_format(tokenizer).renderers()
     ends = frozenset((tokenizer.control_id("<|end|>"),))
-    model = ServedModel(MODEL, tokenizer, ends, 767, shelf)
+    model = ServedModel(MODEL, tokenizer, ends, 767, renderers)
     schemas = registry_named("full").schemas
     own = Renderer(tokenizer, XmlGrammar(registry_named("core").schemas))
     sampler = PlayedSampler(tokens=lambda context: own.message([CALL]))

@@ -50,7 +50,7 @@ def served(server: Served) -> Iterator[Served]:
     sampler.reset(replies([FIRST, "Done.", "More.", "And more."]))
     yield server
     assert server.state.frames is not None
-    server.state.frames = ChatFrames(server.state.frames.shelf)
+    server.state.frames = ChatFrames(server.state.frames.renderers)
 
 
 @pytest.fixture

@@ -33,7 +33,7 @@ def test_a_run_serves_its_last_checkpoint_in_the_grammar_of_its_tokenizer(tmp_pa
     opened = open_checkpoint(run.path, None, AUTO, None, 64)
     assert (opened.served.name, opened.served.max_context_tokens) == ("tiny", 127)
     assert opened.served.end_tokens == {tokenizer.control_id("<|end|>")}
-    assert opened.served.shelf is not None
+    assert opened.served.renderers is not None
 
 
 def test_the_tokens_that_end_an_answer_are_those_of_the_checkpoint_too(tmp_path: Path) -> None:
@@ -42,7 +42,7 @@ def test_the_tokens_that_end_an_answer_are_those_of_the_checkpoint_too(tmp_path:
     end = qwen_tokenizer().control_id("<|im_end|>")
     assert open_checkpoint(directory, "n", AUTO, 100, 64).served.end_tokens == {5, end}
     served = open_checkpoint(directory, "n", ("auto", "none"), 100, 64).served
-    assert served.end_tokens == {5} and served.shelf is None
+    assert served.end_tokens == {5} and served.renderers is None
     (directory / "generation_config.json").write_text("{")
     with pytest.raises(CheckpointError, match=r"generation_config\.json"):
         open_checkpoint(directory, "n", AUTO, 100, 64)

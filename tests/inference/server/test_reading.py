@@ -149,10 +149,10 @@ def test_a_completion_ends_before_its_first_stop_string(
 def test_tags_of_tools_that_are_not_offered_are_text() -> None:
     """The tokenizer holds them as single tokens: nothing of a call may vanish."""
     model, whole = xml_model()
-    assert model.shelf is not None
+    assert model.renderers is not None
     tokens = whole.message(["I read. ", ToolCall("read_file", {"path": "a.py"})])
     for rules in (ReadingRules(), ReadingRules(calls=False), ReadingRules(whole_calls=True)):
-        reader = AnswerReader(model.shelf.find(Opening()), rules)
+        reader = AnswerReader(model.renderers.find(Opening()), rules)
         parts = [*reader.feed(tokens)[0], *reader.finish()]
         text = "".join(part.text for part in parts if isinstance(part, TextDelta))
         assert text == "I read. <read_file><path>a.py</path></read_file>"
@@ -161,11 +161,11 @@ def test_tags_of_tools_that_are_not_offered_are_text() -> None:
 
 def test_a_model_with_tags_of_its_own_is_offered_the_tools_that_it_knows() -> None:
     model, _ = xml_model()
-    assert model.shelf is not None
+    assert model.renderers is not None
     known, other = ({"type": "function", "function": {"name": name}} for name in ("look", "fetch"))
     schema = READ.function_schema()
     opening = Opening(tools=read_tools([schema, known, other]))
-    renderer = model.shelf.find(opening)
+    renderer = model.renderers.find(opening)
     assert [tool.name for tool in renderer.grammar.tools] == ["read_file"]
     assert not len(Framing(renderer, opening).render_given(opening, first=True)), (
         "it was trained with them, without being told"
@@ -176,12 +176,12 @@ def test_a_model_with_tags_of_its_own_is_offered_the_tools_that_it_knows() -> No
 
 def test_a_tool_is_offered_without_the_parameters_that_a_model_has_no_tags_for() -> None:
     model, _ = xml_model()
-    assert model.shelf is not None
+    assert model.renderers is not None
 
     def offered(*parameters: Parameter) -> list[str]:
-        assert model.shelf is not None
+        assert model.renderers is not None
         schema = replace(READ, parameters=parameters).function_schema()
-        [tool] = model.shelf.find(Opening(tools=read_tools([schema]))).grammar.tools
+        [tool] = model.renderers.find(Opening(tools=read_tools([schema]))).grammar.tools
         return [parameter.name for parameter in tool.parameters]
 
     assert offered(Parameter("path", ""), Parameter("follow", "", required=False)) == ["path"]

@@ -12,7 +12,7 @@ from etude.tokens.chat.client_tools import client_tool
 from etude.tokens.chat.errors import BadRequestError
 from etude.tokens.chat.framing import Framing
 from etude.tokens.chat.messages import Opening, SystemWords, UserWords
-from etude.tokens.chat.shelf import RendererShelf
+from etude.tokens.chat.renderer_cache import RendererCache
 from etude.tokens.grammar.hermes import HermesGrammar
 from etude.tokens.grammar.xml import XmlGrammar
 
@@ -32,9 +32,9 @@ def test_tools_of_which_each_lacks_a_tag_are_refused_and_do_not_vanish() -> None
     tags = [XmlGrammar((tool,)).control_tokens() for tool in tools]
     shared = sorted(set(tags[0]) & set(tags[1]))
     tokenizer = qwen_tokenizer().with_control_tokens(shared)
-    shelf = RendererShelf(tokenizer, XmlGrammar, QWEN3_TEMPLATE)
+    renderers = RendererCache(tokenizer, XmlGrammar, QWEN3_TEMPLATE)
     with pytest.raises(BadRequestError, match="only some of the tools") as caught:
-        shelf.find(Opening("", tools))
+        renderers.find(Opening("", tools))
     assert caught.value.field == "tools"
-    whole = RendererShelf(tokenizer.with_control_tokens(tags[0]), XmlGrammar, QWEN3_TEMPLATE)
+    whole = RendererCache(tokenizer.with_control_tokens(tags[0]), XmlGrammar, QWEN3_TEMPLATE)
     assert [tool.name for tool in whole.find(Opening("", tools)).grammar.tools] == ["read"]

@@ -245,7 +245,7 @@ class Conversation:
                 workspace,
                 f"{self.id}:{self._runs}",
                 (self.policy.seed,),
-                patience=self.policy.patience,
+                retry_policy=self.policy.retry_policy,
                 listener=self.narrator.listen,
                 # In place, calls that ran must not run again.
                 log=journal

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from etude.agent import (
-    Patience,
     Registry,
+    RetryPolicy,
     SessionLimits,
     SummaryPolicy,
     ToolLimits,
@@ -136,7 +136,7 @@ class Policy:
     system_with: Callable[[str], str | tuple[Piece, ...] | None] | None = None
     """Makes the system message with text appended; None: the model has a fixed one, the renderer's."""
     summary: SummaryPolicy | None = None
-    patience: Patience = field(default_factory=Patience)
+    retry_policy: RetryPolicy = field(default_factory=RetryPolicy)
     seed: int = 0
     index: str = "none"
     """As `agent.index`."""
@@ -271,7 +271,7 @@ async def _endpoint_policy(choice: ModelChoice, agent: AgentConfig) -> AsyncIter
             tool_limits=people_tool_limits(),
             system_with=system_with,
             summary=summary,
-            patience=Patience(sampler_attempts=5, backoff_s=1.0),
+            retry_policy=RetryPolicy(sampler_attempts=5, backoff_s=1.0),
             index=agent.index,
             servers=agent.mcp,
             sampler_for=sampler_for,

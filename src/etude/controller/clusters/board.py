@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from etude.environment.runners import Order
+from etude.environment.runners import EpisodeRequest
 from etude.errors import ConfigError, InfrastructureError, PartLostError
 from etude.store.bundles import Bundle
 
@@ -51,7 +51,7 @@ class ResultStanding(StrEnum):
 class PendingSession:
     """A session in the queue, from submission to its outcome."""
 
-    order: Order
+    request: EpisodeRequest
     min_step: int = 0
     """Oldest step of the weights that may sample it."""
     on_ended: OnSessionEnded = lambda _: None

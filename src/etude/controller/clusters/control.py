@@ -224,7 +224,7 @@ class Control:
             if member.id not in self.board.members:
                 self.board.find(member.id)
         return {
-            "leases": [{"lease": lease.id, **order_document(lease.session.order)} for lease in leases],
+            "leases": [{"lease": lease.id, **order_document(lease.session.request)} for lease in leases],
             "finished": self._finished,
         }
 

@@ -211,7 +211,7 @@ class Intake:
     def _check(self, bundle: Bundle, lease: Lease) -> None:
         """Raises StoreError unless this is the leased session, sampled by weights that are allowed to."""
         trajectory, session = bundle.trajectory, lease.session
-        if trajectory.id != session.order.identity:
+        if trajectory.id != session.request.identity:
             raise StoreError("is another session", field="id", received=str(trajectory.id))
         if trajectory.cluster != lease.member.name:
             raise StoreError("names another cluster", field="cluster", received=trajectory.cluster)

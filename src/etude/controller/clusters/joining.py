@@ -13,7 +13,7 @@ from typing import Any
 from etude.config import RunConfig, load_config
 from etude.controller.backends import open_run_backend
 from etude.controller.clusters.client import BACKOFF, ControlClient, ControlLostError, unless
-from etude.controller.clusters.sampling import OVER, SamplingCluster, SamplingCounts, Site, Terms
+from etude.controller.clusters.sampling import OVER, ClusterResources, SamplingCluster, SamplingCounts, Terms
 from etude.controller.clusters.wire import API, RunFingerprint
 from etude.controller.compute import resolve_numerics, use_sampling_threads
 from etude.controller.engines import SampledModel, make_local_service
@@ -63,10 +63,10 @@ async def sample(
     terms = Terms(run["lease_s"], run["poll_s"], run["max_result_bytes"], store)
     with contextlib.suppress(UnavailableError):  # a relay that is not up yet; a wrong token stays wrong
         await unless(draining, asyncio.to_thread(check_reading, config.weights))
-    async with open_site(config, tokenizer, model, name) as site:
+    async with open_resources(config, tokenizer, model, name) as resources:
         # The run would refuse it, too: its sessions would differ.
-        RunFingerprint(run["fingerprint"]).check(site.fingerprint.parts, name)
-        cluster = SamplingCluster(client, name, site, terms, observer, patience_s, drain_s, mark)
+        RunFingerprint(run["fingerprint"]).check(resources.fingerprint.parts, name)
+        cluster = SamplingCluster(client, name, resources, terms, observer, patience_s, drain_s, mark)
         await cluster.play(draining)
     return cluster.counts
 
@@ -145,9 +145,9 @@ def configure_from_run(
 
 
 @contextlib.asynccontextmanager
-async def open_site(
+async def open_resources(
     config: RunConfig, tokenizer: Tokenizer, model: SampledModel, name: str
-) -> AsyncIterator[Site]:
+) -> AsyncIterator[ClusterResources]:
     """Opens a cluster's engine and sandboxes; stops them at exit. No weights are in service yet.
 
     Raises ResourceError, ConfigError where they cannot be opened here.
@@ -166,7 +166,7 @@ async def open_site(
                 if service.failure is not None:
                     raise SamplerError("the engine has failed", received=repr(service.failure))
 
-            yield Site(
+            yield ClusterResources(
                 environment,
                 service,
                 service,

@@ -24,7 +24,7 @@ from etude.controller.clusters.intake import Inbox
 from etude.controller.clusters.wire import RunFingerprint, config_document
 from etude.controller.engines import SampledModel
 from etude.environment.fork_groups import ForkedEpisode
-from etude.environment.runners import Order, Player
+from etude.environment.runners import EpisodeRequest, EpisodeRunner
 from etude.errors import PartLostError, StoreError
 from etude.kit.secrets import read_secret
 from etude.observe import MetricSink, Observer
@@ -56,7 +56,7 @@ INBOX = "inbox"
 PutBlob = Callable[[NDArray[Any]], BlobRef]
 
 
-class ClusterRunner(Player):
+class ClusterRunner(EpisodeRunner):
     """Plays sessions on whichever cluster claims them; forked sessions always by the run's own player.
 
     For one event loop.
@@ -64,7 +64,7 @@ class ClusterRunner(Player):
 
     def __init__(
         self,
-        here: Player,
+        here: EpisodeRunner,
         control: Control,
         inbox: Inbox,
         put_blob: PutBlob,
@@ -86,21 +86,21 @@ class ClusterRunner(Player):
         self._num_here = 0
         self._earlier = len(inbox) > 0
 
-    async def play(self, order: Order, sampler: Sampler) -> ForkedEpisode:
-        """See Player.play. Raises PartLostError when no cluster has been available for too long.
+    async def play(self, request: EpisodeRequest, sampler: Sampler) -> ForkedEpisode:
+        """See EpisodeRunner.play. Raises PartLostError when no cluster has been available for too long.
 
         A forked session is played here, however few `local_sessions` there are: its branches share its
         sandboxes and its engine.
         """
-        kept = self._find_in_inbox(order.identity) if self._earlier and order.plan is None else None
+        kept = self._find_in_inbox(request.identity) if self._earlier and request.plan is None else None
         if kept is not None:
             self.num_from_inbox += 1
             return ForkedEpisode(kept)
-        if order.plan is None and self._num_here >= self._local_sessions:
-            return ForkedEpisode(await self._play_remotely(order, sampler))
+        if request.plan is None and self._num_here >= self._local_sessions:
+            return ForkedEpisode(await self._play_remotely(request, sampler))
         self._num_here += 1
         try:
-            return await self._here.play(order, sampler)
+            return await self._here.play(request, sampler)
         finally:
             self._num_here -= 1
 
@@ -119,7 +119,7 @@ class ClusterRunner(Player):
                     return None
         return bundle.store_blobs(self._put_blob)
 
-    async def _play_remotely(self, order: Order, sampler: Sampler) -> Trajectory:
+    async def _play_remotely(self, request: EpisodeRequest, sampler: Sampler) -> Trajectory:
         loop = asyncio.get_running_loop()
         outcome: asyncio.Future[Bundle | PartLostError | str] = loop.create_future()
 
@@ -132,7 +132,7 @@ class ClusterRunner(Player):
                 sampler.report_tokens(num_tokens)
 
         session = PendingSession(
-            order,
+            request,
             on_ended=lambda result: _call(loop, set_outcome, result),
             on_progress=lambda num_tokens: _call(loop, tally, num_tokens),
         )
@@ -147,7 +147,7 @@ class ClusterRunner(Player):
             trajectory = result.store_blobs(self._put_blob)
             tally(trajectory.num_sampled_tokens)
             return trajectory
-        return Trajectory(order.identity, (), (), Status.INFRASTRUCTURE, result)
+        return Trajectory(request.identity, (), (), Status.INFRASTRUCTURE, result)
 
 
 def _call(loop: asyncio.AbstractEventLoop, function: Callable[[Any], None], value: Any) -> None:
@@ -185,10 +185,10 @@ async def _announce_nothing() -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Players:
+class RunnerAndSink:
     """The player of a run's sessions and the sink of its weights."""
 
-    runner: Player
+    runner: EpisodeRunner
     sink: WeightSink
     announce_end: Callable[[], Awaitable[None]] = _announce_nothing
     """Called after the last session: informs the clusters, including those that try to join later."""
@@ -198,13 +198,13 @@ class Players:
 async def open_clusters(
     config: RunConfig,
     renderer: Renderer,
-    here: Players,
+    here: RunnerAndSink,
     put_blob: PutBlob,
     log: TrajectoryLog,
     directory: Path,
     metrics: MetricSink,
     observer: Observer,
-) -> AsyncIterator[Players]:
+) -> AsyncIterator[RunnerAndSink]:
     """Serves the control API and yields players that use it; `here` itself where no clusters are configured.
 
     `directory`: of the run. Keep the context open until the run ends: clusters send requests until then.
@@ -252,7 +252,7 @@ async def open_clusters(
         command = sampling_command(server.url, settings)
         observer.say(f"control API at {server.url}: start clusters with `{command}`")
         try:
-            yield Players(runner, AnnouncingSink(here.sink, control, on_announced), announce_end)
+            yield RunnerAndSink(runner, AnnouncingSink(here.sink, control, on_announced), announce_end)
         finally:
             inbox.sweep(log.contains)
             write_counts()

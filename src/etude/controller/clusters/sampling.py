@@ -22,7 +22,7 @@ from etude.controller.clusters.intake import session_name
 from etude.controller.clusters.supply import Supply, WeightsLostError
 from etude.controller.clusters.wire import API, RunFingerprint, order_of, version_key
 from etude.environment.member import MemberSampler
-from etude.environment.runners import Order, Player
+from etude.environment.runners import EpisodeRequest, EpisodeRunner
 from etude.errors import (
     EtudeError,
     InfrastructureError,
@@ -44,10 +44,10 @@ from etude.weights.folders import Folder
 
 
 @dataclass(frozen=True, slots=True)
-class Site:
+class ClusterResources:
     """A cluster's resources: engine, environment and link to the weights."""
 
-    runner: Player
+    runner: EpisodeRunner
     sampler: Sampler
     sink: WeightSink
     blobs: MemoryBlobs
@@ -122,7 +122,7 @@ class SamplingCluster:
         self,
         client: ControlClient,
         name: str,
-        site: Site,
+        resources: ClusterResources,
         terms: Terms,
         observer: Observer,
         patience_s: float,
@@ -132,9 +132,9 @@ class SamplingCluster:
         """`patience_s`: how long the run may be unreachable, and weights may fail to come. `drain_s`: how
         long sessions may continue at the end. `mark`: read for the run's end when the run does not answer."""
         self.counts = SamplingCounts()
-        self._supply = Supply(site.link, site.source, patience_s)
+        self._supply = Supply(resources.link, resources.source, patience_s)
         self._mark = mark
-        self._client, self._name, self._site, self._terms = client, name, site, terms
+        self._client, self._name, self._resources, self._terms = client, name, resources, terms
         self._observer = observer
         self._backoff, self._drain_s = replace(BACKOFF, within_s=patience_s), drain_s
         self._member = ""
@@ -206,7 +206,7 @@ class SamplingCluster:
             if self._member != former:
                 return
             await end_tasks(*self._abort(list(self._sessions)))
-            fingerprint = self._site.fingerprint.parts
+            fingerprint = self._resources.fingerprint.parts
             self._member = await self._ask_with_retries(
                 lambda: self._client.join(self._name, API, fingerprint)
             )
@@ -230,9 +230,9 @@ class SamplingCluster:
         within_s = max(_SHORTEST_BEAT_S, self._terms.lease_s / 3)
         while True:
             self._beat_now.clear()
-            member, version = self._member, self._site.sink.current()
+            member, version = self._member, self._resources.sink.current()
             running = {lease: session.view.num_tokens for lease, session in self._sessions.items()}
-            self._site.check()
+            self._resources.check()
             try:
                 answer = await self._ask_with_retries(
                     lambda m=member, v=version, r=running, t=self._supply.trouble: self._client.beat(
@@ -252,7 +252,7 @@ class SamplingCluster:
     async def _follow(self) -> None:
         """Activates the weights that the run announces, version after version."""
         while True:
-            known = version_key(self._site.sink.current())
+            known = version_key(self._resources.sink.current())
             raw = await self._ask_with_retries(lambda k=known: self._client.manifest(k, self._terms.poll_s))
             if raw is None:  # no new version yet, or none any more, which the heartbeat's response says
                 self._beat_now.set()
@@ -260,10 +260,10 @@ class SamplingCluster:
                 continue
             manifest = manifest_of(raw)
             try:
-                await self._site.sink.stage(manifest)
-                await self._site.sink.activate(manifest.version, self._site.kv)
+                await self._resources.sink.stage(manifest)
+                await self._resources.sink.activate(manifest.version, self._resources.kv)
             except (WeightUpdateError, StoreError, SamplerError) as error:
-                self._site.check()
+                self._resources.check()
                 if not self._supply.trouble:
                     self._beat_now.set()
                 self._supply.record_failure(error)
@@ -277,8 +277,8 @@ class SamplingCluster:
     async def _claim(self) -> None:
         """Claims and starts sessions while there is room."""
         while True:
-            room = self._site.max_sessions - sum(session.playing for session in self._sessions.values())
-            version, member = self._site.sink.current(), self._member
+            room = self._resources.max_sessions - sum(session.playing for session in self._sessions.values())
+            version, member = self._resources.sink.current(), self._member
             if room < 1 or version is None:
                 self._changed.clear()
                 await self._changed.wait()
@@ -299,22 +299,22 @@ class SamplingCluster:
 
     # ---- sessions -------------------------------------------------------------------------------
 
-    def _begin(self, lease: str, order: Order) -> None:
+    def _begin(self, lease: str, request: EpisodeRequest) -> None:
         """Starts a session; it waits for the end of an aborted one of the same identity, if there is any."""
-        same = [other for other in self._sessions.values() if other.identity == order.identity]
-        session = _Session(order.identity, MemberSampler(self._site.sampler, defers_close=False))
+        same = [other for other in self._sessions.values() if other.identity == request.identity]
+        session = _Session(request.identity, MemberSampler(self._resources.sampler, defers_close=False))
         self._sessions[lease] = session
         former = {other.task for other in same if other.task is not None}
-        session.task = asyncio.create_task(self._session(lease, session, order, former))
+        session.task = asyncio.create_task(self._session(lease, session, request, former))
 
     async def _session(
-        self, lease: str, session: _Session, order: Order, former: set[asyncio.Task[None]]
+        self, lease: str, session: _Session, request: EpisodeRequest, former: set[asyncio.Task[None]]
     ) -> None:
         member = self._member
         try:
             if former:
                 await asyncio.wait(former)
-            data = await self._play_packed(session, order)
+            data = await self._play_packed(session, request)
             session.playing = False
             self._changed.set()
             await self._deliver(member, lease, data)
@@ -332,15 +332,15 @@ class SamplingCluster:
             self._sessions.pop(lease, None)
             self._changed.set()
 
-    async def _play_packed(self, session: _Session, order: Order) -> bytes:
+    async def _play_packed(self, session: _Session, request: EpisodeRequest) -> bytes:
         """Plays and grades a session; returns it packed."""
         try:
-            trajectory = (await self._site.runner.play(order, session.view)).trajectory
+            trajectory = (await self._resources.runner.play(request, session.view)).trajectory
         finally:
             session.view.end()
         self.counts.played += 1
         trajectory = replace(trajectory, cluster=self._name)
-        blobs = self._site.blobs
+        blobs = self._resources.blobs
         try:
             data = await asyncio.to_thread(pack_trajectory, trajectory, blobs.get)
         finally:

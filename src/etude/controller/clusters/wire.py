@@ -22,7 +22,7 @@ from blake3 import blake3
 
 from etude.agent.tools.registry import schemas_digest
 from etude.config import RlConfig, RunConfig, SandboxConfig, dump_config
-from etude.environment.runners import Order
+from etude.environment.runners import EpisodeRequest
 from etude.environment.wire import task_document, task_of
 from etude.errors import ConfigError, InfrastructureError
 from etude.inference.exchange import Build
@@ -93,21 +93,21 @@ def config_document(config: RunConfig) -> str:
     return dump_config(RunConfig().model_copy(update=taken))
 
 
-def order_document(order: Order) -> dict[str, Any]:
+def order_document(request: EpisodeRequest) -> dict[str, Any]:
     """A session to play, as JSON."""
     return {
-        "task": task_document(order.task),
-        "id": list(asdict(order.identity).values()),
-        "rng_key": list(order.rng_key),
-        "params": asdict(order.params),
-        "training": order.training,
+        "task": task_document(request.task),
+        "id": list(asdict(request.identity).values()),
+        "rng_key": list(request.rng_key),
+        "params": asdict(request.params),
+        "training": request.training,
     }
 
 
-def order_of(raw: Mapping[str, Any]) -> Order:
+def order_of(raw: Mapping[str, Any]) -> EpisodeRequest:
     """Reads what `order_document` wrote. Raises InfrastructureError for anything else."""
     try:
-        return Order(
+        return EpisodeRequest(
             task_of(raw["task"]),
             TrajectoryId(*raw["id"]),
             tuple(int(part) for part in raw["rng_key"]),

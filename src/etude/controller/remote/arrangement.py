@@ -49,7 +49,7 @@ from etude.controller.remote.worker_pool import WorkerPool
 from etude.controller.supervision import FaultJournal, PartT, Spawn, Supervision
 from etude.controller.training_part import TrainingPart
 from etude.environment.episodes import EpisodeLimits
-from etude.environment.runners import TimedPlayer
+from etude.environment.runners import TimedEpisodeRunner
 from etude.inference.exchange import Build
 from etude.model import LanguageModel
 from etude.model.loading import AnyModel
@@ -86,10 +86,10 @@ async def open_remote(
         async with (
             factory.elastic(fleet),
             factory.sessions(fleet, blobs) as runner,
-            factory.evaluation(fleet) as beside,
+            factory.evaluation(fleet) as background,
         ):
             parts = Parts(renderer, blobs, DirectoryWeights(factory.weights), fleet, runner)
-            yield Arrangement(parts, factory.training(blobs), beside)
+            yield Arrangement(parts, factory.training(blobs), background)
     finally:
         await fleet.shutdown()
         await executor.shutdown()
@@ -155,7 +155,7 @@ class _PartFactory:
         needs = Needs.of(config, self.tokenizer)
         return ElasticPool(config, needs, fleet, context.metrics, context.observer)
 
-    def sessions(self, fleet: EngineFleet, blobs: Blobs) -> AbstractAsyncContextManager[TimedPlayer]:
+    def sessions(self, fleet: EngineFleet, blobs: Blobs) -> AbstractAsyncContextManager[TimedEpisodeRunner]:
         """Workers, or an environment in this process."""
         if self.config.cluster.workers:
             return self.workers(fleet, blobs)
@@ -163,7 +163,7 @@ class _PartFactory:
         return open_environment(self.config, backend, self.tokenizer, self.limits, blobs.put)
 
     @contextlib.asynccontextmanager
-    async def workers(self, fleet: EngineFleet, blobs: Blobs) -> AsyncIterator[TimedPlayer]:
+    async def workers(self, fleet: EngineFleet, blobs: Blobs) -> AsyncIterator[TimedEpisodeRunner]:
         """Sessions in workers, whose number may change during the run."""
         config, context, names = self.config, self.context, self.named(WORKER)
         episodes = RemoteEpisodes(
@@ -205,7 +205,7 @@ class _PartFactory:
             return
         owner = f"{sandbox_owner(context)}/{EVALUATION}"
         arguments = (config, self.tokenizer, self.weights, self.limits, owner, self.model)
-        beside = BackgroundEvaluation(
+        background = BackgroundEvaluation(
             self.spawning(self.needs[EVALUATION], EvaluationPart, *arguments),
             self.build,
             context.heldout,
@@ -216,10 +216,10 @@ class _PartFactory:
             context.observer,
         )
         try:
-            await beside.start()
-            yield beside
+            await background.start()
+            yield background
         finally:
-            await beside.close()
+            await background.close()
 
     @contextlib.asynccontextmanager
     async def training(self, blobs: Blobs) -> AsyncIterator[Handle[TrainingPart]]:

@@ -105,13 +105,13 @@ class _Connection:
         """Queues a command about a session or a request."""
         self._enqueue((what, self._qualified(name)))
 
-    def open(self, session_id: str, beside: str | None) -> None:
+    def open(self, session_id: str, sibling: str | None) -> None:
         """See Sampler.open."""
         self.sessions.add(session_id)
-        if beside is None:
+        if sibling is None:
             self.send("open", session_id)
         else:
-            self._enqueue(("beside", (self._qualified(session_id), self._qualified(beside))))
+            self._enqueue(("beside", (self._qualified(session_id), self._qualified(sibling))))
 
     def _qualified(self, name: str) -> str:
         return f"{self._client}:{name}" if self._client else name
@@ -227,10 +227,10 @@ class RemoteEngine:
             self.disconnect(cause)
         self._on_loss(handle, cause)
 
-    def open(self, session_id: str, beside: str | None = None) -> None:
+    def open(self, session_id: str, sibling: str | None = None) -> None:
         """See Sampler.open. Without a process it is opened with its first request."""
         if self._connection is not None:
-            self._connection.open(session_id, beside)
+            self._connection.open(session_id, sibling)
 
     def close(self, session_id: str) -> None:
         if self._connection is not None and session_id in self._connection.sessions:

@@ -1,4 +1,4 @@
-"""Client of the rollout workers: a Player over processes that run sessions.
+"""Client of the rollout workers: an EpisodeRunner over processes that run sessions.
 
     collector ──play─> RemoteEpisodes ──order──> the worker with the fewest sessions
               <─trajectory, routes stored┘ <──── packed episode
@@ -23,7 +23,7 @@ from etude.controller.remote.patient import EngineTable
 from etude.controller.remote.rollout_part import DoneEpisode, Progress, RolloutPart
 from etude.controller.supervision import Spawn, SupervisedParts, Supervision, Supervisor
 from etude.environment.fork_groups import ForkedEpisode
-from etude.environment.runners import EnvironmentTimes, Order, Player, add_times, latest_times
+from etude.environment.runners import EnvironmentTimes, EpisodeRequest, EpisodeRunner, add_times, latest_times
 from etude.errors import InfrastructureError, PartLostError
 from etude.inference.exchange import Build
 from etude.kit.tasks import Tasks
@@ -53,8 +53,8 @@ class _Worker:
     """Sessions that it did not finish before it left; they restart on other workers."""
 
 
-class RemoteEpisodes(Player):
-    """Implements TimedPlayer over supervised workers. For one event loop."""
+class RemoteEpisodes(EpisodeRunner):
+    """Implements TimedEpisodeRunner over supervised workers. For one event loop."""
 
     def __init__(
         self,
@@ -131,8 +131,8 @@ class RemoteEpisodes(Player):
 
     # ---- sessions -------------------------------------------------------------------------------
 
-    async def play(self, order: Order, sampler: Sampler) -> ForkedEpisode:
-        """See Player.play. Restarts the session on another worker when its worker is lost.
+    async def play(self, request: EpisodeRequest, sampler: Sampler) -> ForkedEpisode:
+        """See EpisodeRunner.play. Restarts the session on another worker when its worker is lost.
 
         Raises PartLostError once all workers are given up.
         """
@@ -140,16 +140,16 @@ class RemoteEpisodes(Player):
         while True:
             worker = await self._least_busy()
             try:
-                done = await self._run_on(worker, order, tally)
+                done = await self._run_on(worker, request, tally)
                 if done is not None:
                     return await asyncio.to_thread(self._unpack, done)
             except InfrastructureError as error:  # the worker was lost, or the routes could not be stored
                 self._ended_times.num_infrastructure_failures += 1
-                order = replace(order, first_attempt=order.first_attempt + 1)
-                if order.first_attempt >= self._settings.max_attempts:
+                request = replace(request, first_attempt=request.first_attempt + 1)
+                if request.first_attempt >= self._settings.max_attempts:
                     cause = f"{type(error).__name__}: {error}"
-                    failed = Trajectory(order.identity, (), (), Status.INFRASTRUCTURE, cause)
-                    return ForkedEpisode(replace(failed, attempt=order.first_attempt - 1))
+                    failed = Trajectory(request.identity, (), (), Status.INFRASTRUCTURE, cause)
+                    return ForkedEpisode(replace(failed, attempt=request.first_attempt - 1))
 
     async def _least_busy(self) -> _Worker:
         """The ready worker with the fewest sessions; the first of several. Waits for one."""
@@ -160,13 +160,15 @@ class RemoteEpisodes(Player):
                 return min(up, key=lambda worker: len(worker.tallies))
             await self._supervised.wait_any_ready()
 
-    async def _run_on(self, worker: _Worker, order: Order, tally: TokenProgress | None) -> DoneEpisode | None:
+    async def _run_on(
+        self, worker: _Worker, request: EpisodeRequest, tally: TokenProgress | None
+    ) -> DoneEpisode | None:
         """Runs the order on a worker; None where the worker leaves before it is done."""
         handle, ticket = worker.supervisor.handle, next(self._tickets)
         assert handle is not None, "it was up just now"
         worker.tallies[ticket] = tally
         try:
-            done = await handle.call(RolloutPart.run, ticket, order)
+            done = await handle.call(RolloutPart.run, ticket, request)
         except PartLostError as error:
             worker.supervisor.declare_lost(handle, str(error))
             raise

@@ -62,9 +62,9 @@ class PatientSampler:
         self._routed.set_version(name, None)
         self._routed.router.drop_prefixes(name)
 
-    def open(self, session_id: str, beside: str | None = None) -> None:
+    def open(self, session_id: str, sibling: str | None = None) -> None:
         with contextlib.suppress(NoReplicaError):  # then it is opened with its first request
-            self._routed.open(session_id, beside)
+            self._routed.open(session_id, sibling)
 
     @property
     def num_moved(self) -> int:

@@ -20,7 +20,7 @@ from etude.controller.remote.patient import EngineTable, FollowingSampler
 from etude.environment.episodes import Environment, EpisodeLimits
 from etude.environment.fork_groups import ForkRefusal
 from etude.environment.member import MemberSampler
-from etude.environment.runners import EnvironmentTimes, Order
+from etude.environment.runners import EnvironmentTimes, EpisodeRequest
 from etude.inference.exchange import Build
 from etude.kit.tasks import end_tasks
 from etude.records import GroupOrigin
@@ -85,13 +85,13 @@ class RolloutPart:
         self._sampler.reconnect()
         return Progress({ticket: view.num_tokens for ticket, view in self._views.items()}, self._times())
 
-    async def run(self, ticket: int, order: Order) -> DoneEpisode | None:
+    async def run(self, ticket: int, request: EpisodeRequest) -> DoneEpisode | None:
         """Plays a session; None if it was cancelled."""
         if ticket in self._cancelled:
             self._cancelled.discard(ticket)
             return None
         view = self._views[ticket] = MemberSampler(self._sampler, defers_close=False)
-        session = self._sessions[ticket] = asyncio.create_task(self._play(order, view))
+        session = self._sessions[ticket] = asyncio.create_task(self._play(request, view))
         try:
             await asyncio.wait([session])
         finally:
@@ -116,8 +116,8 @@ class RolloutPart:
         await self._environment.close()
         await self._backend.close()
 
-    async def _play(self, order: Order, view: MemberSampler) -> DoneEpisode:
-        episode = await self._environment.play(order, view)
+    async def _play(self, request: EpisodeRequest, view: MemberSampler) -> DoneEpisode:
+        episode = await self._environment.play(request, view)
         played = (episode.trajectory, *episode.siblings)  # which may name the same arrays
         bundles = [await asyncio.to_thread(pack_trajectory, t, self._blobs.get) for t in played]
         for ref in (ref for trajectory in played for ref in blobs_of(trajectory)):

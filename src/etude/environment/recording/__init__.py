@@ -12,4 +12,4 @@ from etude.environment.recording.session_map import MapLimits as MapLimits
 from etude.environment.recording.session_map import SessionMap as SessionMap
 from etude.environment.recording.sessions import Recordings as Recordings
 from etude.environment.recording.spec import SamplingDefaults as SamplingDefaults
-from etude.tokens.chat.shelf import RendererShelf as RendererShelf
+from etude.tokens.chat.renderer_cache import RendererCache as RendererCache

@@ -32,7 +32,7 @@ from etude.errors import ConfigError, EtudeError, StoreError
 from etude.kit.journal import LineJournal
 from etude.records import RewardBreakdown, SampleChunk, SamplingParams
 from etude.tokens.chat.messages import Answer, Message, Opening, Results, SystemWords, UserWords
-from etude.tokens.chat.shelf import RendererShelf
+from etude.tokens.chat.renderer_cache import RendererCache
 
 _MESSAGES: Mapping[str, TypeAdapter[Message]] = {
     kind.__name__: TypeAdapter(kind) for kind in (Opening, SystemWords, UserWords, Results, Answer)
@@ -261,7 +261,7 @@ FoundSession = tuple[SessionFacts, SessionJournal, SessionMap, RewardBreakdown |
 """A session recovered from its journal."""
 
 
-def find_sessions(folder: Path, renderers: RendererShelf) -> Iterator[FoundSession]:
+def find_sessions(folder: Path, renderers: RendererCache) -> Iterator[FoundSession]:
     """Recovers the sessions of the journals in a folder that no other process has open, oldest first.
 
     A journal without a complete line belongs to a session that no client knows: it is removed. Raises
@@ -290,7 +290,7 @@ def _written_s(path: Path) -> float:
         return 0.0
 
 
-def _found(journal: SessionJournal, lines: list[dict[str, Any]], renderers: RendererShelf) -> FoundSession:
+def _found(journal: SessionJournal, lines: list[dict[str, Any]], renderers: RendererCache) -> FoundSession:
     try:
         facts = _FACTS.validate_python(lines[0])
     except ValueError as error:

@@ -25,7 +25,7 @@ from etude.environment.recording.spec import SessionSpec
 from etude.errors import EtudeError, InfrastructureError, UserError
 from etude.protocols import Sampler
 from etude.records import RewardBreakdown, Status, Trajectory
-from etude.tokens.chat.shelf import RendererShelf
+from etude.tokens.chat.renderer_cache import RendererCache
 
 
 class RefusedKeyError(UserError):
@@ -138,7 +138,7 @@ class RecordedSession:
 class LiveSessions:
     """Sessions that have not ended. For one event loop."""
 
-    def __init__(self, renderers: RendererShelf, limits: RecordingLimits | None = None) -> None:
+    def __init__(self, renderers: RendererCache, limits: RecordingLimits | None = None) -> None:
         self.renderers = renderers
         self.limits = limits or RecordingLimits()
         self.draining = False

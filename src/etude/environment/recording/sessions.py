@@ -38,7 +38,7 @@ from etude.serving.access import find_token
 from etude.store.blobs import BlobStore, FileBlobs
 from etude.store.trajectories import TrajectoryLog
 from etude.tokens.chat.errors import BadRequestError
-from etude.tokens.chat.shelf import RendererShelf
+from etude.tokens.chat.renderer_cache import RendererCache
 
 _MAX_ENDED = 4096
 
@@ -49,7 +49,7 @@ class Recordings(LiveSessions):
     def __init__(
         self,
         sampler: Sampler,
-        renderers: RendererShelf,
+        renderers: RendererCache,
         store: Path,
         tenants: Mapping[str, str],
         limits: RecordingLimits | None = None,

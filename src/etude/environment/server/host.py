@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from etude.environment.sessions import EnvironmentSession, Site
+from etude.environment.sessions import EnvironmentSession, SessionServices
 from etude.errors import AgentError, UserError
 from etude.kit.tasks import Tasks, finish_all
 from etude.records import Task, ToolCall
@@ -68,7 +68,7 @@ class SessionHost:
 
     def __init__(
         self,
-        site: Site,
+        services: SessionServices,
         limits: HostLimits | None = None,
         tasks: Mapping[str, Task] | None = None,
         roots: Sequence[Path] = (),
@@ -77,7 +77,7 @@ class SessionHost:
         instruction only. `roots`: directories of this host below which clients may name files to work on.
         Takes ownership of the site's backend.
         """
-        self.site = site
+        self.services = services
         self.limits = limits or HostLimits()
         self.tasks = {name: task for name, task in (tasks or {}).items() if not task.steps}
         self.roots = tuple(root.resolve() for root in roots)
@@ -102,9 +102,9 @@ class SessionHost:
         try:
             await finish_all(entry.session.close() for entry in owned)
         finally:
-            if self.site.indexes is not None:
-                await self.site.indexes.close()
-            await self.site.backend.close()
+            if self.services.indexes is not None:
+                await self.services.indexes.close()
+            await self.services.backend.close()
 
     def check_accepting(self) -> None:
         """Raises CapacityError while the server drains."""

@@ -87,7 +87,7 @@ class Episode:
         self._owned = await create_session(self._host, self._tenant, {"task": task})
         session, self._done, self._reward = self._owned.session, False, None
         self.episode_id = named.get("episode_id") or secrets.token_hex(8)
-        tools = [schema.function_schema() for schema in session.site.tools.schemas]
+        tools = [schema.function_schema() for schema in session.services.tools.schemas]
         return self._answer({"instruction": session.instruction, "tools": tools, "results": [], "text": ""})
 
     async def step(self, action: object) -> dict[str, Any]:
@@ -95,7 +95,7 @@ class Episode:
         session = self._running()
         message = action.get("message") if isinstance(action, dict) else None
         size = len(message) if isinstance(message, str) else 0
-        calls = await off_loop(size, _calls, action, session.site.tools.schemas)
+        calls = await off_loop(size, _calls, action, session.services.tools.schemas)
         try:
             async with self._host.turn(self._host.find(self._tenant, session.id), calls):
                 results = await session.run_calls(calls, {}, ignore_event, ignore_event)

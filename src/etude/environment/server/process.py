@@ -76,7 +76,7 @@ async def ready(host: Host) -> Response:
     """`ready` (200), or why nothing new is accepted (503)."""
     if host.draining:
         return Json({"status": "draining"}, 503)
-    problems = await asyncio.to_thread(host.site.backend.doctor)
+    problems = await asyncio.to_thread(host.services.backend.doctor)
     if problems:
         return Json({"status": "unable", "problems": problems}, 503)
     return Json({"status": "ready"})
@@ -85,7 +85,7 @@ async def ready(host: Host) -> Response:
 @router.get("/tools")
 async def tools(host: Host, tenant: Tenant) -> Response:
     """The tools of this server's sessions: name, description and JSON Schema of each, and their digest."""
-    registry = host.site.tools
+    registry = host.services.tools
     rows = [
         {"name": s.name, "description": s.description, "input_schema": s.json_schema()}
         for s in registry.schemas
@@ -174,7 +174,7 @@ def _check_neighbours(host_sessions: SessionHost, tokens: Mapping[str, str] | No
     num_tenants = len(set((tokens or {}).values()))
     if num_tenants < 2:
         return
-    able = host_sessions.site.backend.capabilities()
+    able = host_sessions.services.backend.capabilities()
     if able.neighbours_share:
         raise ConfigError(
             "sandboxes of different tenants would share the per-user limits of the kernel",
@@ -187,5 +187,5 @@ def _check_neighbours(host_sessions: SessionHost, tokens: Mapping[str, str] | No
 def _note(host_sessions: SessionHost, tokens: Mapping[str, str] | None) -> str:
     tenants = len(set((tokens or {}).values()))
     who = f"tokens of {tenants} tenant{'s' * (tenants != 1)}" if tokens else "no token: for this machine only"
-    tasks, site = len(host_sessions.tasks), host_sessions.site
-    return f"{tasks} task{'s' * (tasks != 1)}, {len(site.tools.schemas)} tools, {who}"
+    tasks, services = len(host_sessions.tasks), host_sessions.services
+    return f"{tasks} task{'s' * (tasks != 1)}, {len(services.tools.schemas)} tools, {who}"

@@ -145,7 +145,7 @@ async def _opened(host: SessionHost, tenant: str, named: Mapping[str, Any]) -> E
     else:
         origin = Origin(await _template(host, named), resources, network)
     return await EnvironmentSession.open(
-        host.site, origin, task, named.get("instruction"), named.get("test_paths", ())
+        host.services, origin, task, named.get("instruction"), named.get("test_paths", ())
     )
 
 

@@ -229,7 +229,7 @@ async def delete_snapshot(snapshot_id: str, request: Request, host: Host, tenant
     async def work() -> Encoded:
         if host.snapshots.get(snapshot_id) != tenant:
             raise no_such_snapshot(snapshot_id)
-        await host.site.backend.delete_snapshot(snapshot_id)
+        await host.services.backend.delete_snapshot(snapshot_id)
         del host.snapshots[snapshot_id]
         return {"deleted": True}, b""
 
@@ -352,7 +352,7 @@ def describe(session: EnvironmentSession) -> dict[str, Any]:
         "differences": [asdict(difference) for difference in session.differences],
         "snapshots": [kept.turn for kept in session.snapshots.kept],
         "snapshot_failures": session.snapshots.num_failures,
-        "tools_digest": session.site.tools.digest,
+        "tools_digest": session.services.tools.digest,
         "last_event": session.events.last,
         "facts": session.facts.to_dict(),
     }

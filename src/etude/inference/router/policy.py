@@ -117,15 +117,15 @@ class Router:
 
     # ---- requests -------------------------------------------------------------------------------
 
-    def place(self, session: str, now_s: float, pool: str = "serve", beside: str | None = None) -> str:
+    def place(self, session: str, now_s: float, pool: str = "serve", sibling: str | None = None) -> str:
         """Assigns a session to a replica before its first request, which will probably go there.
 
-        `beside`: a session with which it shares a prefix; it is assigned to the same replica. Raises
+        `sibling`: a session with which it shares a prefix; it is assigned to the same replica. Raises
         NoReplicaError.
         """
         known = self._session(session, now_s)
         candidates = self._candidates(RouteRequest("", 0, 0, session, pool), ())
-        other = self._sessions.get(beside or "")
+        other = self._sessions.get(sibling or "")
         if known is not None and other is not None and other.replica in candidates:
             self._attach(session, known, other.replica)
             known.held_tokens = other.held_tokens

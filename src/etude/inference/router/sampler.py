@@ -70,10 +70,10 @@ class RoutedSampler:
 
     # ---- Sampler --------------------------------------------------------------------------------
 
-    def open(self, session_id: str, beside: str | None = None) -> None:
+    def open(self, session_id: str, sibling: str | None = None) -> None:
         if session_id in self._open:
             raise already_open(session_id)
-        self._move_session(session_id, self.router.place(session_id, self._now(), _POOL, beside), beside)
+        self._move_session(session_id, self.router.place(session_id, self._now(), _POOL, sibling), sibling)
 
     def close(self, session_id: str) -> None:
         name = self._open.pop(session_id, None)
@@ -137,15 +137,15 @@ class RoutedSampler:
         self._clock += 1
         return self._clock
 
-    def _move_session(self, session_id: str, name: str, beside: str | None = None) -> None:
+    def _move_session(self, session_id: str, name: str, sibling: str | None = None) -> None:
         """Opens a session on the replica `name`, and closes it on the one where it was open."""
         home = self._open.get(session_id)
         if home == name:
             return
         if home is not None:
             self._replicas[home].close(session_id)
-        is_shared = beside is not None and self._open.get(beside) == name
-        self._replicas[name].open(session_id, beside if is_shared else None)
+        is_shared = sibling is not None and self._open.get(sibling) == name
+        self._replicas[name].open(session_id, sibling if is_shared else None)
         self._open[session_id] = name
 
     def _routing_request(self, request: SampleRequest) -> RouteRequest:

@@ -20,8 +20,8 @@ from etude.tokens.chat.fields import wrong
 from etude.tokens.chat.histories import ChatFrames, ChatPrompt
 from etude.tokens.chat.messages import Message, least_tokens
 from etude.tokens.chat.reader import AnswerReader
+from etude.tokens.chat.renderer_cache import RendererCache
 from etude.tokens.chat.requests import ChatRequest
-from etude.tokens.chat.shelf import RendererShelf
 from etude.tokens.tokenizer import Tokenizer
 
 
@@ -35,7 +35,7 @@ class ServedModel:
     """Stop tokens of every answer."""
     max_context_tokens: int
     """Limit of prompt and answer together."""
-    shelf: RendererShelf | None = None
+    renderers: RendererCache | None = None
     """Chat templates; None: the model only serves completions."""
     default_max_tokens: int = 4096
     """Limit of a chat answer whose request names none."""

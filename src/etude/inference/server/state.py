@@ -107,7 +107,7 @@ class ServerState:
         self.pool = pool
         self.gauges, self.failure = gauges, failure
         self.metrics = serve_metrics()
-        self.frames = ChatFrames(model.shelf) if model.shelf is not None else None
+        self.frames = ChatFrames(model.renderers) if model.renderers is not None else None
         self.channel = SideChannel()
         self.loans = loans
         self.draining = False

@@ -100,8 +100,8 @@ class VllmSampler:
 
     # ---- Sampler --------------------------------------------------------------------------------
 
-    def open(self, session_id: str, beside: str | None = None) -> None:
-        """See Sampler.open. `beside` is not needed: vLLM finds shared prefixes itself."""
+    def open(self, session_id: str, sibling: str | None = None) -> None:
+        """See Sampler.open. `sibling` is not needed: vLLM finds shared prefixes itself."""
         if session_id in self._sessions:
             raise already_open(session_id)
         self._sessions[session_id] = Session(session_id)

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from etude.tokens.chat.framing import Framing
 from etude.tokens.chat.messages import Answer, Message, Opening, content_key, same_reasoning
-from etude.tokens.chat.shelf import RendererShelf
+from etude.tokens.chat.renderer_cache import RendererCache
 
 Tokens = NDArray[np.int32]
 
@@ -41,13 +41,13 @@ class ChatPrompt:
 class ChatFrames:
     """Renders the prompts of conversations for one model. Thread-safe."""
 
-    shelf: RendererShelf
+    renderers: RendererCache
     max_remembered_tokens: int = 1 << 22
     _answers: OrderedDict[bytes, tuple[Answer, Tokens]] = field(init=False, default_factory=OrderedDict)
     """(answer, its sampled tokens) by the state of the conversation that it completes."""
     _num_tokens: int = field(init=False, default=0)
     _lock: threading.Lock = field(init=False, default_factory=threading.Lock)
-    """Guards the shelf and the answers; not held while text is encoded."""
+    """Guards the renderers and the answers; not held while text is encoded."""
 
     def prompt(self, messages: Sequence[Message], key_name: str, open_answer: bool = True) -> ChatPrompt:
         """The tokens of a conversation (its opening first), up to where the next answer begins.
@@ -57,7 +57,7 @@ class ChatFrames:
         opening = messages[0]
         assert isinstance(opening, Opening), "a conversation begins with its opening"
         with self._lock:
-            renderer = self.shelf.find(opening)
+            renderer = self.renderers.find(opening)
         framing = Framing(renderer, opening)
         parts: list[Tokens] = []
         state = blake3(key_name.encode()).digest()

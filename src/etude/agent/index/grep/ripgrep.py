@@ -194,5 +194,5 @@ def _clean_path(path: bytes) -> bytes:
 
 
 def sort_key(path: bytes) -> bytes:
-    """Order of paths as in `rg --sort path`: name by name, so `a/b` comes before `a.b`."""
+    """EpisodeRequest of paths as in `rg --sort path`: name by name, so `a/b` comes before `a.b`."""
     return path.replace(b"/", b"\0")  # which no name holds, and which comes before all that a name may hold

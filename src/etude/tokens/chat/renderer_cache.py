@@ -17,7 +17,7 @@ from etude.tokens.tokenizer import Tokenizer
 _MAX_RENDERERS = 256
 
 
-class RendererShelf:
+class RendererCache:
     """One renderer for each set of tools; the least recently used are evicted."""
 
     def __init__(
