@@ -138,7 +138,7 @@ def test_a_damaged_snapshot_is_shown_as_such_and_can_be_deleted(server: Path) ->
 def test_an_address_without_its_scheme_is_told_the_right_form(tmp_path: Path, address: str) -> None:
     said = etude("list", "--server", address, "--state", str(tmp_path), code=2)
     assert "must begin with http:// or https://" in said
-    assert "fix: http://" in said
+    assert "fix: write http://" in said
     assert "--peer" in etude("serve", "--peer", address, "--state", str(tmp_path), code=2)
 
 
