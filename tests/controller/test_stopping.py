@@ -28,6 +28,15 @@ def test_the_second_signal_stops_at_once() -> None:
             os.kill(os.getpid(), signal.SIGINT)
 
 
+def test_while_a_run_prepares_the_first_signal_stops_at_once() -> None:
+    with StopSignal(SilentObserver()) as stop:
+        with pytest.raises(KeyboardInterrupt), stop.preparing():
+            os.kill(os.getpid(), signal.SIGINT)
+        assert not stop
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stop
+
+
 def test_handlers_are_put_back_however_it_ends() -> None:
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     with pytest.raises(ZeroDivisionError), StopSignal(SilentObserver()):

@@ -46,8 +46,9 @@ def pretrain(config: RunConfig, run: RunDirectory, observer: Observer, resume: b
 def _pretrain(context: StageContext) -> dict[str, Any]:
     config, section, observer = context.config, context.config.pretrain, context.observer
     files = find_sources(section.sources)
-    tokenizer = open_tokenizer(config, context.run.path / RUN_TOKENIZER, files, observer)
-    sources = open_sources(files, tokenizer, section, observer)
+    with context.stop.preparing():
+        tokenizer = open_tokenizer(config, context.run.path / RUN_TOKENIZER, files, observer)
+        sources = open_sources(files, tokenizer, section, observer)
     learner = Learner.open(config, section, tokenizer)
     mixture = context.mix(sources, window_of(learner.model, config))
     return context.train(

@@ -55,7 +55,8 @@ def fine_tune(config: RunConfig, run: RunDirectory, observer: Observer, resume: 
         learner = Learner.open(config, section, tokenizer)
         window = window_of(learner.model, config)
         reader = SessionReader(tokenizer, chosen.renderers, section.observation_weight, window)
-        sources, heldout = _open_sources(reader, config, observer)
+        with context.stop.preparing():
+            sources, heldout = _open_sources(reader, config, observer)
         return context.train(learner, context.mix(sources, window), lambda _: heldout)
 
     return run_stage("sft", config, run, observer, resume, train)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from types import FrameType
 
 from etude.observe import Observer
@@ -23,7 +25,7 @@ class StopSignal:
         self._max_wall_s = max_wall_s
         self._already_s = already_s
         self._began = time.monotonic()
-        self._signalled = False
+        self._signalled = self._is_preparing = False
         self._previous: dict[int, object] = {}
 
     def __enter__(self) -> StopSignal:
@@ -35,6 +37,15 @@ class StopSignal:
     def __exit__(self, *_: object) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
+
+    @contextlib.contextmanager
+    def preparing(self) -> Iterator[None]:
+        """Within the block no step is under way: the first signal already raises KeyboardInterrupt."""
+        self._is_preparing = True
+        try:
+            yield
+        finally:
+            self._is_preparing = False
 
     @property
     def elapsed_s(self) -> float:
@@ -51,7 +62,7 @@ class StopSignal:
         return self.interrupted
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self._signalled:
+        if self._signalled or self._is_preparing:
             raise KeyboardInterrupt
         self._signalled = True
         self._observer.say("stopping after this step; once more to stop at once")

@@ -178,11 +178,12 @@ class _Run:
         self.observer.say("reading the corpus")
         tokenizer_directory = self.run.path / RUN_TOKENIZER
         is_new = not (tokenizer_directory / TOKENIZER_FILE).exists()
-        if is_new:
-            tokenizer = self.family.train_tokenizer(self.observer)
-        else:
-            tokenizer = Tokenizer.load(tokenizer_directory)
-        documents = self.family.documents(open_renderer(tokenizer, self.config.agent), self.observer)
+        with self.stop.preparing():
+            if is_new:
+                tokenizer = self.family.train_tokenizer(self.observer)
+            else:
+                tokenizer = Tokenizer.load(tokenizer_directory)
+            documents = self.family.documents(open_renderer(tokenizer, self.config.agent), self.observer)
 
         def make_model() -> LanguageModel:
             model = LanguageModel(self.config.model, tokenizer.vocab_size)
