@@ -69,7 +69,7 @@ def show_command(
 def export_command(
     directory: Annotated[Path, typer.Argument(help="Directory to write to, with one directory per task.")],
     split: SplitOption = "heldout",
-    count: Annotated[int, typer.Option(min=1, help="Number of tasks.")] = 10,
+    count: Annotated[int, typer.Option("--tasks", "--count", min=1, help="Number of tasks.")] = 10,
     seed: TrainSeedOption = None,
     config: ConfigOption = None,
     settings: SettingsOption = None,
