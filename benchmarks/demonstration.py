@@ -202,15 +202,16 @@ def table_of(results: Sequence[Figures]) -> str:
             f"{found['seed']:.0f}",
             f"{found['heldout_sft']:.1%}",
             f"**{found['heldout_rl']:.1%}** ({found['rl_s'] / 60:.0f} min)",
-            _points({"rl_gain": found["heldout_rl"] - found["heldout_sft"], **found}, "rl_gain"),
+            points({"rl_gain": found["heldout_rl"] - found["heldout_sft"], **found}, "rl_gain"),
             more,
-            _points(found, "rl_lead"),
+            points(found, "rl_lead"),
         ]
         rows.append(f"| {' | '.join(columns)} |")
     return "\n".join(rows) + "\n"
 
 
-def _points(found: Figures, name: str) -> str:
+def points(found: Figures, name: str) -> str:
+    """A difference in points, with its interval if there is one."""
     if name not in found:
         return ""
     ends = [f"{100 * found[key]:+.1f}" for key in (f"{name}_low", f"{name}_high") if key in found]

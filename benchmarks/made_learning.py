@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import difflib
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
 from common import Figures
-from demonstration import CHATS, SFT_SEED, Demonstration, lead_of, pass_rate
+from demonstration import CHATS, SFT_SEED, Demonstration, lead_of, pass_rate, points
 
 from etude.evaluation import EvaluationResult, pass_at_k
 from etude.evaluation.statistics import verdicts_by_task
@@ -143,3 +144,27 @@ def solved_share(result: EvaluationResult) -> float:
     verdicts = verdicts_by_task(result.modes["sampled"].rows).values()
     rates = [pass_at_k(len(some), sum(some), SAMPLES) for some in verdicts if len(some) >= SAMPLES]
     return sum(rates) / len(rates) if rates else 0.0
+
+
+def learned_table(results: Sequence[Figures]) -> str:
+    """The figures of several seeds as a Markdown table."""
+    rows = [
+        "| seed | sessions that solve their task, after SFT | after RL | gain | tasks solved in at least one "
+        "of eight sessions | RL's own sessions that passed, first and last quarter of its steps |",
+        "| ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    named = ({key.removeprefix("learning_"): value for key, value in one.items()} for one in results)
+    for found in sorted(named, key=lambda found: found["seed"]):
+        gain = {"rl_lead": found["rl_pass_at_1"] - found["sft_pass_at_1"], **found}
+        solved = (found["rl_tasks"] * found[key] for key in ("sft_pass_at_8", "rl_pass_at_8"))
+        quarters = (found[f"rl_pass_rate_{quarter}_quarter"] for quarter in ("first", "last"))
+        columns = [
+            f"{found['seed']:.0f}",
+            f"{found['sft_pass_at_1']:.1%}",
+            f"**{found['rl_pass_at_1']:.1%}**",
+            points(gain, "rl_lead"),
+            f"{' → '.join(f'{count:.0f}' for count in solved)} of {found['rl_tasks']:.0f}",
+            " → ".join(f"{rate:.0%}" for rate in quarters),
+        ]
+        rows.append(f"| {' | '.join(columns)} |")
+    return "\n".join(rows) + "\n"

@@ -31,7 +31,7 @@ trains SmolLM2-135M on made tasks (`made_learning`: hours a seed; it needs what 
 makes tasks from a published project (`your_repository_projects`: name and version) with `etude tasks make`,
 and verifies them independently: by the checks of `etude tasks check`, by a solution thief and by a search for
 leaks. The file collects several projects under `parts`; `--table DOCUMENT --json FILE` updates the document's
-table.
+table, and that of results/made_learning_*.json.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from common import merge_result, print_table, put_table
-from made_learning import MadeLearning
+from made_learning import MadeLearning, learned_table
 from your_repository_overhead import measure_overhead
 from your_repository_projects import PROJECTS, Budget, images_of, measure_project, table_of
 
@@ -104,6 +104,9 @@ def main() -> None:
     options = parser.parse_args()
     if options.table:
         put_table(options.table, Path(__file__).name, table_of(json.loads(options.json.read_text())))
+        kept = (Path(__file__).parent / "results").glob("made_learning_*.json")
+        learned = [json.loads(path.read_text(encoding="utf-8"))["figures"] for path in kept]
+        put_table(options.table, "made_learning.py", learned_table(learned))
         return
     if options.overhead:
         figures, found = asyncio.run(measure_overhead())

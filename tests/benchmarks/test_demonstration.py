@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from demonstration import find_best, table_of, well_formed_share
-from made_learning import count_changed_lines, solved_share
+from made_learning import count_changed_lines, learned_table, solved_share
 from published_gpu import summarize_rows
 
 from etude.evaluation import EvaluationResult, ModeResult
@@ -40,6 +40,12 @@ def test_the_documents_table_is_that_of_the_committed_results() -> None:
     kept = sorted((ROOT / "benchmarks" / "results").glob("demonstration_*.json"))
     shown = [json.loads(path.read_text(encoding="utf-8"))["figures"] for path in kept]
     assert table_of(shown) in (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
+
+
+def test_the_table_of_made_tasks_is_that_of_the_committed_results() -> None:
+    kept = (ROOT / "benchmarks" / "results").glob("made_learning_*.json")
+    learned = [json.loads(path.read_text(encoding="utf-8"))["figures"] for path in kept]
+    assert learned_table(learned) in (ROOT / "docs" / "made-tasks.md").read_text(encoding="utf-8")
 
 
 def test_a_gpu_s_steps_are_summarised() -> None:
