@@ -8,14 +8,7 @@ from typing import Any
 
 from etude.agent import agent_format
 from etude.config import RunConfig
-from etude.controller.mixtures import (
-    Heldout,
-    Learner,
-    StageContext,
-    resolve,
-    run_stage,
-    window_of,
-)
+from etude.controller.mixtures import Heldout, StageContext, open_model, resolve, run_stage, window_of
 from etude.controller.sessions import SessionReader, find_sessions, split_heldout
 from etude.errors import ConfigError
 from etude.observe import Observer, RunDirectory
@@ -51,13 +44,12 @@ def fine_tune(config: RunConfig, run: RunDirectory, observer: Observer, resume: 
         config, section = context.config, context.config.sft
         check_sft(config)
         chosen = _choose_format(config)
-        tokenizer = chosen.tokenizer
-        learner = Learner.open(config, section, tokenizer)
-        window = window_of(learner.model, config)
-        reader = SessionReader(tokenizer, chosen.renderers, section.observation_weight, window)
+        model = open_model(config, section, chosen.tokenizer)
+        window = window_of(model, config)
+        reader = SessionReader(chosen.tokenizer, chosen.renderers, section.observation_weight, window)
         with context.stop.preparing():
             sources, heldout = _open_sources(reader, config, observer)
-        return context.train(learner, context.mix(sources, window), lambda _: heldout)
+        return context.train(chosen.tokenizer, model, sources, lambda _: heldout)
 
     return run_stage("sft", config, run, observer, resume, train)
 
