@@ -24,11 +24,11 @@ from etude.controller.local import LocalExecutor, LocalHandle
 from etude.controller.parts import Parts, open_parts
 from etude.controller.ray_checks import check_address, check_room
 from etude.controller.remote.evaluation import BackgroundEvaluation
-from etude.controller.training_part import TrainingPart, TrainingPaths
+from etude.controller.training_part import TrainingPart
 from etude.errors.packages import missing_package
 from etude.inference import EngineService
 from etude.model.loading import AnyModel
-from etude.observe import MetricSink, Observer
+from etude.observe import MetricSink, Observer, RunDirectory
 from etude.observe.machine import available_cores, available_memory_bytes
 from etude.protocols import Executor, Handle, Resources
 from etude.records import Task
@@ -37,6 +37,8 @@ from etude.tokens.tokenizer import Tokenizer
 TRAINER, EVALUATION = "trainer", "evaluation"
 ENGINE, WORKER = "engine-", "worker-"
 """Names of the parts, or prefixes of their names."""
+SNAPSHOTS = "snapshots"
+"""Directory of a run through which vLLM gets weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,16 +55,13 @@ class Arrangement:
 
 @dataclass(frozen=True, slots=True)
 class RunContext:
-    """Paths in the run's directory, and receivers of metrics and messages, for an arrangement."""
+    """The run's directory, and receivers of metrics and messages, for an arrangement."""
 
-    directory: Path
-    paths: TrainingPaths
+    run: RunDirectory
     model: Path
     """Directory of the model to train."""
     routes: Path | None
     """Where expert routes are stored permanently; None: in memory."""
-    snapshots: Path
-    """Where weights are written for vLLM."""
     metrics: MetricSink
     observer: Observer
     faults: dict[str, int]
@@ -81,7 +80,7 @@ async def open_local(
         config,
         tokenizer,
         model,
-        snapshots=context.snapshots,
+        snapshots=context.run.path / SNAPSHOTS,
         routes=context.routes,
         owner=sandbox_owner(context),
         deterministic=keeps_schedule(config),
@@ -97,7 +96,7 @@ async def open_local(
                 config,
                 model,
                 tokenizer,
-                context.paths,
+                context.run,
                 parts.weights,
                 context.metrics,
                 context.observer,
@@ -115,7 +114,7 @@ async def open_local(
 
 def sandbox_owner(context: RunContext) -> str:
     """Name of a run's own process at a sandbox server; the same when the run is resumed."""
-    return f"{platform.node()}:{context.directory.resolve()}"
+    return f"{platform.node()}:{context.run.path.resolve()}"
 
 
 def is_reproducible(config: RunConfig) -> bool:

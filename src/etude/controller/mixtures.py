@@ -20,7 +20,8 @@ from etude.controller.next_token import AnyNextTokenTrainer, open_next_token_tra
 from etude.controller.stages import Figures, StageRunner
 from etude.controller.stopping import StopSignal
 from etude.controller.thread_choice import ThreadChoice
-from etude.controller.train import LATEST, OFFENDING, InterruptedRunError
+from etude.controller.train import InterruptedRunError
+from etude.controller.training_part import LATEST, OFFENDING
 from etude.errors import ConfigError
 from etude.kit.durable import write_json
 from etude.model import DraftLayers, LanguageModel, build_model

@@ -18,8 +18,8 @@ from etude.controller.compute import place_model, resolve_compute, resolve_numer
 from etude.controller.evaluate import FINAL, MIDTRAINED
 from etude.controller.models import open_model, resolve_model
 from etude.controller.stopping import StopSignal
-from etude.controller.train import ADAPTER, LATEST, OFFENDING, ROUTES, InterruptedRunError
-from etude.controller.training_part import TrainingPart, TrainingPaths
+from etude.controller.train import ADAPTER, ROUTES, InterruptedRunError
+from etude.controller.training_part import LATEST, TrainingPart
 from etude.environment.recording.spec import RECORDED_ROUTES
 from etude.errors import ConfigError
 from etude.kit.durable import write_json
@@ -118,9 +118,8 @@ class _RecordedRun:
         tokenizer = agent_format(Tokenizer.load(directory), config.agent).tokenizer
         model = place_model(open_model(self._config, directory), self._config)
         use_numerics(model, self._config)
-        paths, weights = TrainingPaths(run.checkpoints / LATEST, run.path / OFFENDING), MemoryWeights()
         part = TrainingPart(
-            self._config, model, tokenizer, paths, weights, metrics, observer, source.fetch_routes
+            self._config, model, tokenizer, run, MemoryWeights(), metrics, observer, source.fetch_routes
         )
         self._trainer = parts.enter_context(part)
         if newest is not None:

@@ -50,7 +50,7 @@ from etude.controller.stages import MIDTRAINING, run_midtraining
 from etude.controller.stopping import StopSignal
 from etude.controller.stored import RUN_TOKENIZER
 from etude.controller.throughput import Snapshot, part_seconds, throughput_figures
-from etude.controller.training_part import TrainingPart, TrainingPaths
+from etude.controller.training_part import LATEST, TrainingPart
 from etude.errors import ResourceError
 from etude.evaluation import play_sessions, plays_of
 from etude.model import LanguageModel
@@ -73,9 +73,6 @@ from etude.training import Document, load_checkpoint, save_checkpoint
 from etude.training.checkpoints import find_resumable, read_state
 
 ADAPTER = "adapter"
-LATEST = "latest"
-SNAPSHOTS = "snapshots"
-OFFENDING = "offending"
 ROUTES = "routes"
 LEARNING = "reinforcement learning"
 """Name of the stage in messages."""
@@ -301,11 +298,9 @@ class _Run:
         # Groups that a killed run had collected ahead are trained on after it resumes: with their routes.
         keeps_routes = self.config.rl.keep_routes or self.config.rl.max_staleness > 0
         context = RunContext(
-            self.run.path,
-            TrainingPaths(self.run.checkpoints / LATEST, self.run.path / OFFENDING),
+            self.run,
             Path(initial) if initial is not None else self.run.checkpoints / MIDTRAINED,
             self.run.path / ROUTES if keeps_routes else None,
-            self.run.path / SNAPSHOTS,
             self.metrics,
             self.observer,
             self.report.setdefault("faults", {}),
