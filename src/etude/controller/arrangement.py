@@ -105,8 +105,9 @@ async def open_local(
                 threads = max(1, num_threads // config.parallel.ranks)
                 handle: Handle[TrainingPart] = LocalHandle(part, threads, TRAINER)
                 if config.colocated:
-                    assert isinstance(parts.service, EngineService), "so RunConfig wants it"
-                    handle = await ColocatedTrainer.start(handle, parts.service)
+                    assert isinstance(parts.service, EngineService)
+                    part.offload_states()
+                    handle = ColocatedTrainer(handle, parts.service)
                 yield handle
 
         yield Arrangement(parts, training())

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 from etude.config import EvaluationConfig, RunConfig
 from etude.errors import ConfigError, RunDirectoryError
@@ -88,10 +88,6 @@ class Forecast:
         rounded = {name: f"{seconds / size:.{digits}f}" for name, seconds in parts.items()}
         shown = ", ".join(f"{name} {number}" for name, number in rounded.items() if float(number))
         return f"about {self.total_s / size:.{digits}f} {unit}: {shown}"
-
-    def to_json(self) -> dict[str, float]:
-        """As the run's environment stores it."""
-        return asdict(self)
 
 
 def evaluation_sizes(
@@ -191,7 +187,8 @@ def _too_short(config: RunConfig, speeds: Speeds, whole: Forecast) -> ConfigErro
 
 def store_plan(run: RunDirectory, asked: RunConfig, planned: RunConfig) -> None:
     """Writes the planned steps into the run's configuration. `asked`: before they were planned."""
-    run.update_environment({"asked": _steps(asked)})
+    keys = {"midtrain.num_steps": asked.midtrain.num_steps, "rl.num_steps": asked.rl.num_steps}
+    run.update_environment({"asked": {"max_wall_s": asked.max_wall_s, **keys}})
     run.replace_config(with_steps(run.config, planned.midtrain.num_steps, planned.rl.num_steps))
 
 
@@ -216,11 +213,3 @@ def continue_plan(config: RunConfig, run: RunDirectory, *, has_begun: bool, is_p
     if asked is not None:
         return with_steps(config, stored.midtrain.num_steps, stored.rl.num_steps)
     return config.model_copy(update={"max_wall_s": 0.0}) if has_begun else config
-
-
-def _steps(config: RunConfig) -> dict[str, float]:
-    return {
-        "max_wall_s": config.max_wall_s,
-        "midtrain.num_steps": config.midtrain.num_steps,
-        "rl.num_steps": config.rl.num_steps,
-    }

@@ -144,7 +144,9 @@ class _Training:
             self._enter_stages(step)
 
         if not runner.run(trainer, section.num_steps, after_step):
-            raise InterruptedRunError(f"resume with: etude {context.stage} --resume --name {context.run.name}")
+            raise InterruptedRunError(
+                f"resume with: etude {context.stage} --resume --name {context.run.name}"
+            )
         self._finish()
         return context.report
 
@@ -181,7 +183,9 @@ class _Training:
         the metric rows have all."""
         measured: dict[str, dict[str, float]] = {}
         for name, kinds in self.heldout(self._window).items():
-            losses = {kind: self.trainer.evaluate(documents) for kind, documents in kinds.items() if documents}
+            losses = {
+                kind: self.trainer.evaluate(documents) for kind, documents in kinds.items() if documents
+            }
             if losses:
                 measured[name] = {kind: loss for kind, loss in losses.items() if math.isfinite(loss)}
                 row = {"name": name, **losses, "window": self._window, "wall_s": self.context.stop.elapsed_s}

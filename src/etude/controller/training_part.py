@@ -28,7 +28,6 @@ from etude.training.feedback import open_feedback
 from etude.training.intake import RouteFetcher
 from etude.weights import WeightPublisher
 
-
 LATEST = "latest"
 """The newest resumable checkpoint, among a run's checkpoints."""
 OFFENDING = "offending"
