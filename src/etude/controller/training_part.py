@@ -49,7 +49,7 @@ class TrainingPart:
         observer: Observer,
         fetch_routes: RouteFetcher | None = None,
     ) -> None:
-        """`run`: where it writes. `fetch_routes`: finds expert routes; None: they are passed with each step."""
+        """`fetch_routes`: finds expert routes; None: they are passed with each step."""
         self._config = config
         self._latest = run.checkpoints / LATEST
         self._tokenizer = tokenizer
