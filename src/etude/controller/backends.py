@@ -62,17 +62,13 @@ class ListedServers:
 
 def specs_of(servers: Mapping[str, SandboxServerConfig], section: str) -> Servers:
     """Specifications of servers, for a fleet. Raises ConfigError for a token that cannot be read."""
-    return {name: _spec_of(f"{section}.{name}", server) for name, server in servers.items()}
-
-
-def _spec_of(section: str, server: SandboxServerConfig) -> ServerSpec:
-    given = {"cpus": server.cpus, "memory_bytes": server.memory_bytes, "disk_bytes": server.disk_bytes}
-    return ServerSpec(
-        server.url,
-        read_secret(server.token, f"{section}.token"),
-        {name: value for name, value in given.items() if value},
-        server.draining,
-    )
+    specs: dict[str, ServerSpec] = {}
+    for name, server in servers.items():
+        given = {"cpus": server.cpus, "memory_bytes": server.memory_bytes, "disk_bytes": server.disk_bytes}
+        limits = {resource: value for resource, value in given.items() if value}
+        token = read_secret(server.token, f"{section}.{name}.token")
+        specs[name] = ServerSpec(server.url, token, limits, server.draining)
+    return specs
 
 
 def open_fleet(settings: SandboxConfig, owner: str | None) -> ServerFleet:

@@ -200,9 +200,9 @@ def _without_side_effects(config: RunConfig) -> RunConfig:
 
 
 def _half_solved(group: Group) -> Group:
-    rewards = [RewardBreakdown(float(index % 2)) for index in range(len(group.members))]
-    pairs = zip(group.members, rewards, strict=True)
-    return replace(group, members=tuple(replace(member, reward=reward) for member, reward in pairs))
+    members = enumerate(group.members)
+    rewarded = (replace(member, reward=RewardBreakdown(float(index % 2))) for index, member in members)
+    return replace(group, members=tuple(rewarded))
 
 
 class ScriptedSampler:

@@ -27,8 +27,6 @@ from etude.protocols import Handle, KvPolicy, Trainer, WeightSink
 from etude.records import PolicyVersion
 
 T = TypeVar("T")
-InService = Callable[[int], None]
-"""Callback with the step of the weights that are now in service."""
 
 PARITY_KIND = "parity"
 KIND = "publication"
@@ -54,7 +52,7 @@ class Publication:
         trainer: Handle[Trainer],
         sink: WeightSink,
         gate: ParityGate | None,
-        in_service: InService,
+        in_service: Callable[[int], None],
         metrics: MetricSink,
         observer: Observer,
         utilisation: Utilisation,
@@ -63,7 +61,8 @@ class Publication:
         clock: Callable[[], float],
         overlap: bool,
     ) -> None:
-        """`gate`: checks each publication. `observer`: reports failed publications. `kv`: what to do with
+        """`gate`: checks each publication. `in_service`: called with the step of the weights that are now in
+        service. `observer`: reports failed publications. `kv`: what to do with
         running sessions' keys and values. `wall_s`: wall time of the run, for its metrics. `clock`: in
         seconds, for metrics only."""
         self._trainer, self._sink, self._gate = trainer, sink, gate
@@ -94,7 +93,11 @@ class Publication:
         """
         self._utilisation.enter("publish")
         if not self._overlaps:
-            await self._publish_in_turn()
+            version = await self._publish()
+            if self._gate is not None:
+                self._utilisation.enter("parity")
+                await self._pass_gate(self._gate, version)
+            self._in_service(version.step)
             return
         await self._finish()
         if self._served is None or self._served.step != step:  # else a second attempt has covered it
@@ -153,13 +156,6 @@ class Publication:
         }
         self._travel_s, self._failed, self._missed = 0.0, 0, 0
         return metrics
-
-    async def _publish_in_turn(self) -> None:
-        version = await self._publish()
-        if self._gate is not None:
-            self._utilisation.enter("parity")
-            await self._pass_gate(self._gate, version)
-        self._in_service(version.step)
 
     async def _finish(self) -> None:
         """Waits for the publication in progress; raises what it raises."""

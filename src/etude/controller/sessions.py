@@ -8,6 +8,7 @@ would for a rollout.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,21 +35,14 @@ _HASHES = 1 << 32
 _TOO_LONG = "longer than the window"
 _SOURCES = "name a run, ATIF files or a JSONL file (.jsonl) of chats"
 
-OpenRenderers = Callable[[], RendererCache]
-"""Called only where messages are to be rendered."""
-
 
 @dataclass(slots=True)
 class LoadedSessions:
     """The sessions of one source."""
 
     documents: list[Document] = field(default_factory=list[Document])
-    skipped: dict[str, int] = field(default_factory=dict[str, int])
+    skipped: Counter[str] = field(default_factory=Counter[str])
     """Number of skipped sessions, or segments of them, by reason."""
-
-    def skip(self, reason: str) -> None:
-        """Counts a skipped session."""
-        self.skipped[reason] = self.skipped.get(reason, 0) + 1
 
 
 def find_sessions(name: str, config: SessionsConfig) -> Path:
@@ -68,7 +62,8 @@ class SessionReader:
     """Reads sources of sessions for one tokenizer."""
 
     tokenizer: Tokenizer
-    open_renderers: OpenRenderers
+    open_renderers: Callable[[], RendererCache]
+    """Called only where messages are to be rendered."""
     observation_weight: float
     window: int
 
@@ -79,9 +74,9 @@ class SessionReader:
         for documents in self._sessions(name, path, config, loaded):
             for document in documents:
                 if len(document.tokens) > self.window:
-                    loaded.skip(_TOO_LONG)
+                    loaded.skipped[_TOO_LONG] += 1
                 elif not document.weights[1:].any():
-                    loaded.skip("nothing that an agent wrote")
+                    loaded.skipped["nothing that an agent wrote"] += 1
                 else:
                     loaded.documents.append(document)
         if not loaded.documents:
@@ -89,7 +84,7 @@ class SessionReader:
             raise ConfigError(
                 "has no sessions to train on",
                 field=f"source {name}",
-                received=loaded.skipped or config.path,
+                received=dict(loaded.skipped) or config.path,
                 fix=longer if _TOO_LONG in loaded.skipped else _SOURCES,
             )
         return loaded
@@ -125,11 +120,11 @@ class SessionReader:
 
     def _wanted(self, trajectory: Trajectory, config: SessionsConfig, loaded: LoadedSessions) -> bool:
         if trajectory.status is Status.INFRASTRUCTURE:
-            loaded.skip("infrastructure failed")
+            loaded.skipped["infrastructure failed"] += 1
             return False
         reward = None if trajectory.reward is None else trajectory.reward.total
         if config.min_reward is not None and (reward is None or reward < config.min_reward):
-            loaded.skip("reward under min_reward")
+            loaded.skipped["reward under min_reward"] += 1
             return False
         return True
 
@@ -182,27 +177,24 @@ class SessionReader:
             system, rest = read_messages(messages)
             opening = Opening(system, read_tools(list(tools)))
             if fault := _fault_of_calls(opening, rest):
-                loaded.skip(fault)
+                loaded.skipped[fault] += 1
                 return []
             framing = Framing(self.open_renderers().find(opening), opening)
             parts: list[NDArray[np.int32]] = []
+            marks: list[NDArray[np.bool_]] = []
             for message in (opening, *rest):
                 first = not any(map(len, parts))
                 if isinstance(message, Answer):
                     parts.append(framing.render_sampled(message, first))
+                    marks.append(np.arange(len(parts[-1])) >= len(framing.answer_frame(first)))
                 else:
                     before = parts[-1] if parts else framing.end[:0]
                     parts.append(framing.renderer.follow(before, framing.render_given(message, first)))
+                    marks.append(np.zeros(len(parts[-1]), np.bool_))
         except (BadRequestError, AttributeError, TypeError) as error:
             raise ConfigError(
                 f"{where}: {error}", field=f"source {name}", fix="correct the messages"
             ) from error
-        marks: list[NDArray[np.bool_]] = []
-        for place, (message, part) in enumerate(zip((opening, *rest), parts, strict=True)):
-            mark = np.full(len(part), isinstance(message, Answer))
-            if isinstance(message, Answer):
-                mark[: len(framing.answer_frame(not any(map(len, parts[:place]))))] = False
-            marks.append(mark)
         if not rest and not len(parts[0]):
             raise ConfigError(f"{where}: has no messages", field=f"source {name}")
         return [self._document(np.concatenate(parts).astype(np.int32), np.concatenate(marks))]

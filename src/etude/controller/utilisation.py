@@ -16,27 +16,23 @@ class Utilisation:
         self._total: dict[str, float] = {}
         self._clock = clock
         self._parts = parts
-        self._state = ""
+        self.state = ""
+        """The trainer's current state; empty before the first `enter`."""
         self._since_s = clock()
         self._reported: dict[str, float] = {}
         self._parts_reported: dict[str, float] = dict(parts())
 
-    @property
-    def state(self) -> str:
-        """The trainer's current state; empty before the first `enter`."""
-        return self._state
-
     def enter(self, state: str) -> None:
         """Changes the trainer's state: `wait` (for rollouts), `train`, `publish`, `parity` or `save`."""
         now_s = self._clock()
-        if self._state:
-            self._total[self._state] = self._total.get(self._state, 0.0) + now_s - self._since_s
-        self._state, self._since_s = state, now_s
+        if self.state:
+            self._total[self.state] = self._total.get(self.state, 0.0) + now_s - self._since_s
+        self.state, self._since_s = state, now_s
 
     @property
     def total(self) -> dict[str, float]:
         """Seconds of the trainer so far, by state."""
-        self.enter(self._state)
+        self.enter(self.state)
         return dict(self._total)
 
     def pop_seconds(self) -> dict[str, float]:

@@ -181,7 +181,7 @@ class _PartFactory:
             self.executor,
             config.cluster,
             WorkerFiles(context.run.path),
-            FaultJournal(context.metrics, context.observer, {}, WORKERS),
+            FaultJournal(context.metrics, context.observer, kind=WORKERS),
         )
         try:
             await episodes.start()
