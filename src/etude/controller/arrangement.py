@@ -92,15 +92,9 @@ async def open_local(
             if config.colocated:
                 assert isinstance(parts.service, EngineService), "so RunConfig wants it"
                 await parts.service.release_memory()  # the optimiser's states are made on the device
+            receivers, fetch = (context.metrics, context.observer), parts.blobs.get
             with TrainingPart(
-                config,
-                model,
-                tokenizer,
-                context.run,
-                parts.weights,
-                context.metrics,
-                context.observer,
-                parts.blobs.get,
+                config, model, tokenizer, context.run, parts.weights, *receivers, fetch
             ) as part:
                 threads = max(1, num_threads // config.parallel.ranks)
                 handle: Handle[TrainingPart] = LocalHandle(part, threads, TRAINER)
@@ -121,22 +115,22 @@ def sandbox_owner(context: RunContext) -> str:
 def is_reproducible(config: RunConfig) -> bool:
     """Whether a repeated run samples the same tokens: its schedule is fixed, or the order of requests does
     not affect results, since every sum has a fixed order and no weights change meanwhile."""
-    elsewhere = config.clusters.listen or config.elastic.router or config.engine.backend != "etude"
-    elsewhere = elsewhere or config.agent.harness.command
-    fixed = config.numerics == "invariant" and config.rl.max_staleness == 0 and not elsewhere
+    fixed = config.numerics == "invariant" and config.rl.max_staleness == 0 and plays_itself(config)
     return keeps_schedule(config) or fixed
 
 
 def keeps_schedule(config: RunConfig) -> bool:
     """Whether requests reach the engine in a reproducible order. Not with vLLM, several processes or clusters
     that sample or run sessions, sampling while the trainer steps, or borrowed replicas."""
-    if config.engine.backend != "etude" or config.clusters.listen or config.elastic.router:
-        return False
-    if config.agent.harness.command:  # which sends requests at any time
-        return False
-    cluster = config.cluster
-    alone = cluster.engines == 1 and not cluster.workers
-    return config.executor == "local" or (alone and config.rl.max_staleness == 0)
+    alone = config.cluster.engines == 1 and not config.cluster.workers and config.rl.max_staleness == 0
+    return plays_itself(config) and (config.executor == "local" or alone)
+
+
+def plays_itself(config: RunConfig) -> bool:
+    """Whether all sessions are of Étude's own agent with the run's own engines: not with vLLM, other clusters,
+    borrowed replicas, or a foreign harness, which sends requests at any time."""
+    elsewhere = config.clusters.listen or config.elastic.router or config.agent.harness.command
+    return config.engine.backend == "etude" and not elsewhere
 
 
 def part_resources(config: RunConfig) -> list[Resources]:

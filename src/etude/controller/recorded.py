@@ -143,7 +143,7 @@ class _RecordedRun:
         self._save()
         self.trainer.flush()
         self.observer.stage_ends()
-        if self.stop.interrupted and not exhausted and self.trainer.version.step < rl.num_steps:
+        if self.stop and not exhausted and self.trainer.version.step < rl.num_steps:
             raise InterruptedRunError(f"resume with: etude train --resume --name {self.run.name}")
         return self._finish()
 

@@ -43,8 +43,6 @@ TASKS_KIND = "tasks"
 """Kind of the row that is written when the tasks are exhausted."""
 
 
-PartSeconds = Callable[[], Mapping[str, float]]
-"""Seconds that parts have spent since they were made, by activity."""
 AfterStep = Callable[[int], Awaitable[None]]
 """Callback with the number of steps taken, after the new weights are in service."""
 
@@ -87,7 +85,7 @@ class ReinforcementLoop:
         stop: StopSignal,
         gate: ParityGate | None = None,
         kv: KvPolicy = "recompute",
-        part_seconds: PartSeconds = dict,
+        part_seconds: Callable[[], Mapping[str, float]] = dict,
         clock: Callable[[], float] = time.perf_counter,
         overlap: bool = False,
         validation: Validation | None = None,
@@ -108,16 +106,9 @@ class ReinforcementLoop:
         """Mean reward of the last step's sessions."""
         self.exhausted = False
         """Whether it has ended because no tasks are left."""
-        self._trainer = trainer
-        self._collector = collector
-        self._log = log
-        self._blobs = blobs
-        self._metrics = metrics
-        self._observer = observer
-        self._stop = stop
-        self._gate = gate
-        self._clock = clock
-        self._validation = validation
+        self._trainer, self._collector, self._log, self._blobs = trainer, collector, log, blobs
+        self._metrics, self._observer, self._stop = metrics, observer, stop
+        self._gate, self._clock, self._validation = gate, clock, validation
         self._publication = Publication(
             trainer,
             sink,
@@ -184,14 +175,13 @@ class ReinforcementLoop:
     def _end_tasks(self, step: int, batch: Batch) -> None:
         """Records that no tasks are left; groups dropped at the very end are in the log already."""
         self.exhausted, self._committed = True, batch.state_after
-        state = batch.state_after
-        dropped = float(len(batch.collected.dropped) + len(batch.collected.stale))
         values = {
-            "numbers": float(state.next_task),
-            "passed_over": float(state.num_passed_over),
-            "dropped_at_end": dropped,
+            "numbers": float(batch.state_after.next_task),
+            "passed_over": float(batch.state_after.num_passed_over),
+            "dropped_at_end": float(len(batch.collected.dropped) + len(batch.collected.stale)),
+            "wall_s": self._stop.elapsed_s,
         }
-        self._metrics.write(TASKS_KIND, step, {**values, "wall_s": self._stop.elapsed_s})
+        self._metrics.write(TASKS_KIND, step, values)
         self._observer.say(f"no task is left after {step} steps")
 
     async def _train(self, step: int, batch: Batch) -> None:

@@ -60,7 +60,7 @@ class StageRunner:
         with CheckpointKeeper(self.latest, self.checkpoint, self.metrics, self.observer) as keeper:
             self._take_steps(trainer, keeper, after_step)
             self.observer.stage_ends()
-            if self.stop.interrupted and not trainer.finished:
+            if self.stop and not trainer.finished:
                 self._save(trainer, keeper)
                 keeper.flush()
                 return False

@@ -119,29 +119,27 @@ def _has_checkpoints(run: RunDirectory) -> bool:
     return any((run.checkpoints / name).exists() for name in (LATEST, MIDTRAINED))
 
 
+@dataclass
 class _Run:
     """A run in this process, from start or resumption to its end."""
 
-    def __init__(
-        self,
-        config: RunConfig,
-        run: RunDirectory,
-        observer: Observer,
-        stop: StopSignal,
-        metrics: MetricSink,
-        report: dict[str, Any],
-        newest: Path | None,
-        state: dict[str, Any],
-        probe: Probe,
-    ) -> None:
-        """`newest`: the checkpoint to resume from, with its `state`."""
-        self.config, self.run, self.observer = config, run, observer
-        self.stop, self.metrics, self.report = stop, metrics, report
-        self.newest, self.state, self.probe = newest, state, probe
-        self.log = TrajectoryLog(run.trajectories)
-        self.executor: Executor | None = None
-        """Starts the parts of a run that are in processes or threads of their own."""
-        self.family = open_family(config, observer)
+    config: RunConfig
+    run: RunDirectory
+    observer: Observer
+    stop: StopSignal
+    metrics: MetricSink
+    report: dict[str, Any]
+    newest: Path | None
+    """The checkpoint to resume from."""
+    state: dict[str, Any]
+    """Of that checkpoint."""
+    probe: Probe
+    executor: Executor | None = None
+    """Starts the parts of a run that are in processes or threads of their own."""
+
+    def __post_init__(self) -> None:
+        self.log = TrajectoryLog(self.run.trajectories)
+        self.family = open_family(self.config, self.observer)
 
     def execute(self) -> dict[str, Any]:
         for words in self.family.notes:
@@ -369,7 +367,7 @@ class _Run:
         if taken > loop.first_step or "throughput" not in self.report:
             self.report["throughput"] = throughput
         self.run.write_report(self.report)
-        if self.stop.interrupted and is_short:
+        if self.stop and is_short:
             raise InterruptedRunError(f"resume with: etude train --resume --name {self.run.name}")
 
     def _make_validation(self, parts: Parts) -> Validation | None:
@@ -445,7 +443,7 @@ class _Saver:
 
     async def finish(self) -> None:
         """After the last step: waits until evaluations have ended and everything is on disk."""
-        if self.background is not None and not self.run.stop.interrupted:
+        if self.background is not None and not self.run.stop:
             await self.background.wait()
         await self._save()
         await self.trainer.call(TrainingPart.flush)
