@@ -92,10 +92,8 @@ async def open_local(
             if config.colocated:
                 assert isinstance(parts.service, EngineService), "so RunConfig wants it"
                 await parts.service.release_memory()  # the optimiser's states are made on the device
-            receivers, fetch = (context.metrics, context.observer), parts.blobs.get
-            with TrainingPart(
-                config, model, tokenizer, context.run, parts.weights, *receivers, fetch
-            ) as part:
+            made = config, model, tokenizer, context.run, parts.weights, context.metrics, context.observer
+            with TrainingPart(*made, parts.blobs.get) as part:
                 threads = max(1, num_threads // config.parallel.ranks)
                 handle: Handle[TrainingPart] = LocalHandle(part, threads, TRAINER)
                 if config.colocated:
@@ -127,7 +125,7 @@ def keeps_schedule(config: RunConfig) -> bool:
 
 
 def plays_itself(config: RunConfig) -> bool:
-    """Whether all sessions are of Étude's own agent with the run's own engines: not with vLLM, other clusters,
+    """Whether all sessions are of Étude's own agent and engines in this run: not with vLLM, other clusters,
     borrowed replicas, or a foreign harness, which sends requests at any time."""
     elsewhere = config.clusters.listen or config.elastic.router or config.agent.harness.command
     return config.engine.backend == "etude" and not elsewhere

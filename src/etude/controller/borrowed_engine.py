@@ -108,15 +108,11 @@ class BorrowedEngine(LoanHandle):
             if method == "poll":
                 self._polled_all.set()
             self._on_end()
-            await self._wait_for_polling()
+            if self._is_polled:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(_REST_S):
+                        await self._polled_all.wait()
             raise
-
-    async def _wait_for_polling(self) -> None:
-        """Waits, at most `_REST_S`, until the final poll has delivered all chunks."""
-        if self._is_polled:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_REST_S):
-                    await self._polled_all.wait()
 
     async def return_loan(self) -> None:
         """Ends the loan; returns when the final poll has delivered all chunks."""

@@ -57,13 +57,18 @@ class Forecast:
         num_evaluations: float,
         num_groups: int | None = None,
     ) -> Forecast:
-        """The forecast for the configured steps; a run with an initial checkpoint has no mid-training.
-        `num_groups`: see `count_rl_steps`."""
+        """The forecast for the configured steps, or until a finite set of tasks is exhausted; a run with an
+        initial checkpoint has no mid-training. `num_groups`: of all epochs; None for an endless source of
+        tasks."""
         num_midtrain = 0 if config.initial_checkpoint is not None else config.midtrain.num_steps
+        num_rl = config.rl.num_steps
+        if num_groups is not None:
+            useful = num_groups * config.plan.useful_share
+            num_rl = min(num_rl, math.ceil(useful / config.rl.groups_per_step))
         return Forecast(
             begun_s,
             num_midtrain * speeds.midtrain_step_s,
-            count_rl_steps(config, num_groups) * speeds.rl_step_s,
+            num_rl * speeds.rl_step_s,
             num_evaluations * speeds.evaluation_s,
         )
 
@@ -113,15 +118,6 @@ def with_validation(speeds: Speeds, config: RunConfig) -> Speeds:
     """Speeds with the validation sessions added to an RL step's time, at the pace of evaluations."""
     session_s = speeds.evaluation_s / (2 * config.evaluation.num_tasks)
     return replace(speeds, rl_step_s=speeds.rl_step_s + config.rl.validation_sessions * session_s)
-
-
-def count_rl_steps(config: RunConfig, num_groups: int | None) -> int:
-    """Expected number of RL steps: the configured one, or until a finite set of tasks is exhausted.
-    `num_groups`: of all its epochs; None for an endless source of tasks."""
-    if num_groups is None:
-        return config.rl.num_steps
-    useful = num_groups * config.plan.useful_share
-    return min(config.rl.num_steps, math.ceil(useful / config.rl.groups_per_step))
 
 
 def plan_steps(config: RunConfig, speeds: Speeds, begun_s: float, num_evaluations: float) -> RunConfig:

@@ -100,9 +100,13 @@ def run_stage(
         if report.get("complete"):
             observer.say("the run has already finished")
             return report
-        with JsonlSink(run.metrics_file) as metrics, open_stop(config, run, metrics, observer) as stop:
-            config = resolve_compute(run, resolve(config), observer)
-            return train(StageContext(config, stage, run, observer, stop, metrics, report))
+        with JsonlSink(run.metrics_file) as metrics:
+            newest = find_resumable(run.checkpoints / LATEST, metrics, observer)
+            state = (read_state(newest) or {}) if newest is not None else {}
+            # Earlier processes' wall time counts, as of the last checkpoint.
+            with StopSignal(observer, config.max_wall_s, float(state.get("elapsed_s", 0.0))) as stop:
+                config = resolve_compute(run, resolve(config), observer)
+                return train(StageContext(config, stage, run, observer, stop, metrics, report))
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,16 +272,18 @@ def open_drafts(config: RunConfig, section: MixtureConfig, model: LanguageModel)
     return place_model(drafts, config)
 
 
-def check_ranks(config: RunConfig, section: MixtureConfig) -> None:
-    """Raises ConfigError for settings that training on several ranks does not support."""
+def resolve(config: RunConfig) -> RunConfig:
+    """The configuration with the model of `initial_checkpoint`. Raises ConfigError, also for settings that
+    training on several ranks does not support, and CheckpointError."""
     parallel, initial = config.parallel, config.initial_checkpoint
-    if section.drafts.num_layers and parallel.replicate != parallel.ranks:
-        raise ConfigError(
-            "draft layers need a whole copy of the model in each process",
-            field="drafts.num_layers",
-            received=section.drafts.num_layers,
-            fix="set parallel.fsdp, parallel.expert, parallel.context and parallel.tensor to 1",
-        )
+    for section in (config.pretrain, config.sft):
+        if section.drafts.num_layers and parallel.replicate != parallel.ranks:
+            raise ConfigError(
+                "draft layers need a whole copy of the model in each process",
+                field="drafts.num_layers",
+                received=section.drafts.num_layers,
+                fix="set parallel.fsdp, parallel.expert, parallel.context and parallel.tensor to 1",
+            )
     if parallel.ranks > 1 and initial is not None and read_architecture(Path(initial)) is None:
         raise ConfigError(
             "several ranks can train only an architecture that Étude implements",
@@ -285,20 +291,7 @@ def check_ranks(config: RunConfig, section: MixtureConfig) -> None:
             received=parallel.ranks,
             fix="train other architectures in one process",
         )
-
-
-def resolve(config: RunConfig) -> RunConfig:
-    """The configuration with the model of `initial_checkpoint`. Raises ConfigError, CheckpointError."""
-    for section in (config.pretrain, config.sft):
-        check_ranks(config, section)
     return resolve_model(config, samples=False)
-
-
-def open_stop(config: RunConfig, run: RunDirectory, metrics: MetricSink, observer: Observer) -> StopSignal:
-    """The stop signal of this process; earlier processes' wall time counts, as of the last checkpoint."""
-    newest = find_resumable(run.checkpoints / LATEST, metrics, observer)
-    state = read_state(newest) if newest is not None else None
-    return StopSignal(observer, config.max_wall_s, float((state or {}).get("elapsed_s", 0.0)))
 
 
 def _describe_accounts(mixture: Mixture) -> dict[str, dict[str, Any]]:

@@ -66,11 +66,6 @@ class RankedNextTokenTrainer(Ranked[NextTokenTrainer, NextTokenRank]):
         super().__init__(team, team.make(NextTokenRank, ModelPlan.of(model), *arguments))
 
     @property
-    def model(self) -> LanguageModel:
-        """The first rank's shard: its weights are a part, its configuration is complete."""
-        return self.trainer.model
-
-    @property
     def num_steps_taken(self) -> int:
         return self.trainer.num_steps_taken
 

@@ -159,6 +159,11 @@ class Ranked(Generic[TrainerT, RankT]):
         """The first rank's."""
         return self._own.trainer
 
+    @property
+    def model(self) -> LanguageModel:
+        """The first rank's shard: its weights are a part, its configuration is complete."""
+        return self.trainer.model
+
     def save(
         self,
         directory: Path,
@@ -236,11 +241,6 @@ class RankedTrainer(Ranked[RlTrainer, RankTrainer]):
         self._has_store = isinstance(weights, StoreWeights)
         arguments = run, FirstRankOnly(weights), self._has_store, offending, options
         super().__init__(team, team.make(RankTrainer, ModelPlan.of(model), *arguments))
-
-    @property
-    def model(self) -> LanguageModel:
-        """The first rank's shard: its weights are a part, its configuration is complete."""
-        return self.trainer.model
 
     def whole_model(self) -> LanguageModel:
         return self._call_ranks(RlTrainer.whole_model)

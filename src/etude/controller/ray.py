@@ -201,11 +201,6 @@ class RayExecutor:
         ray.shutdown()
         self._scratch.close()
 
-    @property
-    def nodes(self) -> frozenset[str]:
-        """Machines that are up."""
-        return frozenset(node["NodeID"] for node in ray.nodes() if node["Alive"])
-
     async def reserve(self, parts: Sequence[Resources]) -> None:
         """Reserves the resources of all parts at once, so that none of them waits for another's.
 
@@ -297,8 +292,9 @@ class RayExecutor:
             options["memory"] = wanted.memory_bytes
         room = self._rooms.get(wanted.part)
         bundle = self._bundles.get(wanted.part)
-        avoid = wanted.avoid & self.nodes
-        if avoid and avoid != self.nodes:
+        up = frozenset(node["NodeID"] for node in ray.nodes() if node["Alive"])
+        avoid = wanted.avoid & up
+        if avoid and avoid != up:
             # Its reservation may be on such a machine: it must run on another one.
             nodes = ",".join(sorted(avoid))
             return options | {"label_selector": {**_labels(wanted), _NODE_LABEL: f"!in({nodes})"}}

@@ -198,7 +198,7 @@ class _Run:
         add_stage_time(self.report, "midtrain_s", self.stop.elapsed_s - before)
         if not complete:
             raise InterruptedRunError(f"resume with: etude train --resume --name {self.run.name}")
-        self._save_model(done, model, tokenizer)
+        save_checkpoint(done, model, write_more=tokenizer.save)
         return tokenizer, model
 
     def _forecast(
@@ -401,7 +401,7 @@ class _Run:
     def save_curve(self, model: AnyModel, name: str) -> None:
         """Saves a snapshot for the learning curve, and records its wall time."""
         with self.recording_curve(name):
-            self._save_model(self.run.checkpoints / CURVE / name, model)
+            save_checkpoint(self.run.checkpoints / CURVE / name, model)
 
     @contextlib.contextmanager
     def recording_curve(self, name: str) -> Iterator[None]:
@@ -412,10 +412,6 @@ class _Run:
             self.observer.say(f"the snapshot {name} is not saved: {error.message}")
         else:
             self.metrics.write("curve", 0, {"name": name, "wall_s": self.stop.elapsed_s})
-
-    def _save_model(self, directory: Path, model: AnyModel, tokenizer: Tokenizer | None = None) -> None:
-        directory.parent.mkdir(parents=True, exist_ok=True)
-        save_checkpoint(directory, model, write_more=tokenizer.save if tokenizer is not None else None)
 
 
 @dataclass(frozen=True, slots=True)

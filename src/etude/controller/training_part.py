@@ -132,7 +132,6 @@ class TrainingPart:
     def save_model(self, directory: Path, with_tokenizer: bool = False) -> None:
         """Writes the current weights, adapters merged."""
         trainer, write_more = self._trainer, self._tokenizer.save if with_tokenizer else None
-        directory.parent.mkdir(parents=True, exist_ok=True)
         with contextlib.nullcontext() if trainer.adapters is None else trainer.adapters.merged():
             save_checkpoint(directory, trainer.whole_model(), write_more=write_more)
 

@@ -44,11 +44,14 @@ def publishes_in_parts(config: RunConfig) -> bool:
 def trainer_parts(config: RunConfig, sizes: ModelSizes, vocab_size: int, place: Place) -> list[MemoryPart]:
     """Memory of one rank of the trainer. On a GPU, without host memory."""
     element_bytes, mesh = place.element_bytes, config.parallel
-    held = _sharded(config, sizes.parameters, sizes.expert_parameters)
+    experts = sizes.expert_parameters
+    held = (sizes.parameters - experts) / mesh.fsdp + experts / (mesh.fsdp * mesh.expert)
+    held /= mesh.tensor
     cut = _cut(config)
     optimizer = _optimizer(config, sizes, held, cut)
     batches = _count_at_once(config, sizes, place)
-    logits = batches * _logits(config, sizes, vocab_size, place)
+    rows = min(sizes.saved_tokens, block_rows(vocab_size, place.device))
+    logits = batches * (_BLOCK_LOGITS * rows * vocab_size * _FLOAT_BYTES / mesh.tensor)
     parts = [
         MemoryPart("weights", held * element_bytes, f"the trainer's own{cut}"),
         _gradients(sizes, held, cut, element_bytes, batches),
@@ -125,11 +128,6 @@ def _activations(config: RunConfig, sizes: ModelSizes, batches: float) -> Memory
     return MemoryPart("activations", num_bytes, f"{batches * sizes.saved_tokens:,.0f} tokens: {kept}")
 
 
-def _logits(config: RunConfig, sizes: ModelSizes, vocab_size: int, place: Place) -> float:
-    rows = min(sizes.saved_tokens, block_rows(vocab_size, place.device))
-    return _BLOCK_LOGITS * rows * vocab_size * _FLOAT_BYTES / config.parallel.tensor
-
-
 def _host_copies(
     config: RunConfig, sizes: ModelSizes, place: Place, held: float, optimizer: MemoryPart
 ) -> list[MemoryPart]:
@@ -160,12 +158,6 @@ def _fetched(config: RunConfig, sizes: ModelSizes, place: Place) -> MemoryPart |
     if config.executor == "ray":
         return MemoryPart("fetched weights", one, "the next version, while it is staged")
     return None
-
-
-def _sharded(config: RunConfig, parameters: int, experts: int) -> float:
-    """Number of parameters that one rank holds."""
-    mesh = config.parallel
-    return ((parameters - experts) / mesh.fsdp + experts / (mesh.fsdp * mesh.expert)) / mesh.tensor
 
 
 def _cut(config: RunConfig) -> str:
