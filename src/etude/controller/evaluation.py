@@ -16,7 +16,6 @@ from typing import Any
 from etude.config import RunConfig
 from etude.controller.backends import open_run_backend
 from etude.controller.evaluation_targets import (
-    OpenTarget,
     Target,
     TargetOptions,
     find_target,
@@ -74,7 +73,11 @@ def evaluate(request: EvaluationRequest, observer: Observer) -> EvaluationResult
     """
     target = find_target(request.target, request.options)
     tasks = load_suite(request.suite, request.num_tasks, target.config, observer)
-    target = _with_servers(target, tasks)
+    config = target.config
+    agent = resolve_servers(
+        config.agent, lambda: open_run_backend(config.sandbox), lambda: next(iter(tasks), None)
+    )
+    target = replace(target, config=config.model_copy(update={"agent": agent}))
     with contextlib.ExitStack() as stack:
         log = None
         if request.out is not None:
@@ -108,15 +111,6 @@ def load_suite(suite: str, num_tasks: int, config: RunConfig, observer: Observer
     return tasks[:num_tasks]
 
 
-def _with_servers(target: Target, tasks: Sequence[Task]) -> Target:
-    """The target with its MCP servers' tools, as far as its configuration does not list them."""
-    config = target.config
-    agent = resolve_servers(
-        config.agent, lambda: open_run_backend(config.sandbox), lambda: next(iter(tasks), None)
-    )
-    return replace(target, config=config.model_copy(update={"agent": agent}))
-
-
 @dataclass(slots=True)
 class _Evaluation:
     """One process of an evaluation."""
@@ -140,7 +134,20 @@ class _Evaluation:
         try:
             async with open_target(self.target, request.temperature) as opened:
                 for mode, (temperature, _) in modes.items():
-                    runs[mode] = await self._play_mode(opened, mode, temperature, plays[mode])
+                    params = opened.params
+                    if temperature is not None:
+                        params = replace(params, temperature=temperature)
+                    runs[mode] = await play_sessions(
+                        opened.runner,
+                        opened.sampler,
+                        plays[mode],
+                        f"eval-{mode}",
+                        self.target.config.seed,
+                        params,
+                        request.max_sessions or opened.max_sessions,
+                        self.log,
+                        self._on_end,
+                    )
                     check_infrastructure(runs[mode])
                 units = opened.units_per_token
         finally:
@@ -152,22 +159,6 @@ class _Evaluation:
         behaviour = summarize_behaviour(list(runs.values())[-1])
         about = self.target.describe()
         return EvaluationResult(about, request.suite, self.target.config.seed, results, behaviour)
-
-    async def _play_mode(
-        self, opened: OpenTarget, mode: str, temperature: float | None, plays: Sequence[Play]
-    ) -> list[Trajectory]:
-        params = opened.params if temperature is None else replace(opened.params, temperature=temperature)
-        return await play_sessions(
-            opened.runner,
-            opened.sampler,
-            plays,
-            f"eval-{mode}",
-            self.target.config.seed,
-            params,
-            self.request.max_sessions or opened.max_sessions,
-            self.log,
-            self._on_end,
-        )
 
     def _on_end(self, trajectory: Trajectory) -> None:
         self.num_ended += 1

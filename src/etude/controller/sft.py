@@ -45,25 +45,25 @@ def fine_tune(config: RunConfig, run: RunDirectory, observer: Observer, resume: 
         check_sft(config)
         chosen = _choose_format(config)
         model = open_model(config, section, chosen.tokenizer)
-        window = window_of(model, config)
-        reader = SessionReader(chosen.tokenizer, chosen.renderers, section.observation_weight, window)
         with context.stop.preparing():
-            sources, heldout = _open_sources(reader, config, observer)
+            sources, heldout = _open_sources(chosen, config, window_of(model, config), observer)
         return context.train(chosen.tokenizer, model, sources, lambda _: heldout)
 
     return run_stage("sft", config, run, observer, resume, train)
 
 
 def _open_sources(
-    reader: SessionReader, config: RunConfig, observer: Observer
+    chosen: ChatFormat, config: RunConfig, window: int, observer: Observer
 ) -> tuple[list[SessionSource], Heldout]:
     sources: list[SessionSource] = []
     by_source: dict[str, Mapping[str, Sequence[Document]]] = {}
     for name, settings in config.sft.sources.items():
-        loaded = reader.load(name, settings)
-        skipped = "".join(f", {count} skipped: {reason}" for reason, count in loaded.skipped.items())
-        observer.say(f"{name}: {len(loaded.documents):,} sessions{skipped}")
-        kept, heldout = split_heldout(loaded.documents, settings.heldout_share)
+        weight = config.sft.observation_weight
+        reader = SessionReader(name, settings, chosen.tokenizer, chosen.renderers, weight, window)
+        documents = reader.load()
+        skipped = "".join(f", {count} skipped: {reason}" for reason, count in reader.skipped.items())
+        observer.say(f"{name}: {len(documents):,} sessions{skipped}")
+        kept, heldout = split_heldout(documents, settings.heldout_share)
         sources.append(SessionSource(name, settings, kept))
         by_source[name] = {"loss": _some(heldout, config.sft.heldout_tokens)}
     return sources, by_source

@@ -157,15 +157,15 @@ def read_with_images(directories: Sequence[Path], config: RunConfig) -> list[Tas
     directory, where that fails, InfrastructureError."""
     checks = TaskChecks(config)
 
-    async def read(directory: Path) -> Task:
-        try:
-            return await checks.find_images(checks.read(directory))
-        except UserError as error:
-            words = f"{directory.name}: {error.message}"
-            raise TaskError(words, field=error.field, received=error.received, fix=error.fix) from error
-
     async def read_all() -> list[Task]:
-        return [await read(directory) for directory in directories]
+        tasks: list[Task] = []
+        for directory in directories:
+            try:
+                tasks.append(await checks.find_images(checks.read(directory)))
+            except UserError as error:
+                words = f"{directory.name}: {error.message}"
+                raise TaskError(words, field=error.field, received=error.received, fix=error.fix) from error
+        return tasks
 
     return asyncio.run(read_all())
 

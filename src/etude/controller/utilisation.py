@@ -19,8 +19,7 @@ class Utilisation:
         self.state = ""
         """The trainer's current state; empty before the first `enter`."""
         self._since_s = clock()
-        self._reported: dict[str, float] = {}
-        self._parts_reported: dict[str, float] = dict(parts())
+        self._reported = dict(parts())
 
     def enter(self, state: str) -> None:
         """Changes the trainer's state: `wait` (for rollouts), `train`, `publish`, `parity` or `save`."""
@@ -37,10 +36,9 @@ class Utilisation:
 
     def pop_seconds(self) -> dict[str, float]:
         """Seconds since the last call: `trainer_<state>_s`, and `<name>` of other parts."""
-        total, parts = self.total, dict(self._parts())
-        figures = {f"trainer_{s}_s": v - self._reported.get(s, 0.0) for s, v in total.items()}
-        figures |= {name: value - self._parts_reported.get(name, 0.0) for name, value in parts.items()}
-        self._reported, self._parts_reported = total, parts
+        now = {f"trainer_{state}_s": seconds for state, seconds in self.total.items()} | dict(self._parts())
+        figures = {name: value - self._reported.get(name, 0.0) for name, value in now.items()}
+        self._reported = now
         return figures
 
     @property
