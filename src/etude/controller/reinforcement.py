@@ -193,7 +193,13 @@ class ReinforcementLoop:
             self._gate.set_sequences(batch.collected.trajectories)
         await self._publication.publish(step)
         self._committed = batch.state_after
-        self._account(batch, trained)
+        self.times.rollout_s += batch.rollout_s
+        self.times.train_s += trained["train_s"]
+        self.times.train_tokens += trained["train_tokens"]
+        for name, metric in (("k3", "parity_k3"), ("max_abs_dlogp", "parity_max")):
+            value = trained.get(metric, 0.0)
+            if math.isfinite(value):  # the report's JSON has no other numbers; the step's own row has them
+                self.parity[name] = max(self.parity[name], value)
         self._report(step, batch, trained)
         if self._gate is not None:
             self._gate.judge_sampled(trained, step)
@@ -217,15 +223,6 @@ class ReinforcementLoop:
     def _discard_blobs(self, trajectories: Sequence[Trajectory]) -> None:
         for ref in (ref for trajectory in trajectories for ref in blobs_of(trajectory)):
             self._blobs.discard(ref)
-
-    def _account(self, batch: Batch, trained: Mapping[str, float]) -> None:
-        self.times.rollout_s += batch.rollout_s
-        self.times.train_s += trained["train_s"]
-        self.times.train_tokens += trained["train_tokens"]
-        for name, metric in (("k3", "parity_k3"), ("max_abs_dlogp", "parity_max")):
-            value = trained.get(metric, 0.0)
-            if math.isfinite(value):  # the report's JSON has no other numbers; the step's own row has them
-                self.parity[name] = max(self.parity[name], value)
 
     def _report(self, step: int, batch: Batch, trained: Mapping[str, float]) -> None:
         groups = batch.collected

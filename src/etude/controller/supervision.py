@@ -242,7 +242,19 @@ class Supervisor(Generic[PartT]):
 
     async def _supervise(self, handle: Handle[PartT]) -> None:
         try:
-            await self._run_processes(handle)
+            while True:
+                began = self._clock()
+                cause = await self._until_lost(handle)
+                lost_at = self._clock()
+                self.handle = None
+                handle.kill()
+                if self._on_loss is not None:
+                    self._on_loss(cause)
+                self._journal.record(self.name, "lost", cause, lived_s=lost_at - began)
+                self._supervision.record_failure(handle.node)
+                self._failures.record(lost_at - began)
+                handle = await self._restart(cause)
+                self._journal.record(self.name, "restarted", down_s=self._clock() - lost_at)
         except Exception as error:  # such as a full disk that takes no row: no caller may wait for ever
             if error is self.failure:
                 return
@@ -250,21 +262,6 @@ class Supervisor(Generic[PartT]):
             if last is not None:
                 last.kill()
             self._give_up("cannot be monitored", repr(error))
-
-    async def _run_processes(self, handle: Handle[PartT]) -> None:
-        while True:
-            began = self._clock()
-            cause = await self._until_lost(handle)
-            lost_at = self._clock()
-            self.handle = None
-            handle.kill()
-            if self._on_loss is not None:
-                self._on_loss(cause)
-            self._journal.record(self.name, "lost", cause, lived_s=lost_at - began)
-            self._supervision.record_failure(handle.node)
-            self._failures.record(lost_at - began)
-            handle = await self._restart(cause)
-            self._journal.record(self.name, "restarted", down_s=self._clock() - lost_at)
 
     async def _restart(self, cause: str) -> Handle[PartT]:
         """Starts another process, with as many attempts as it takes. Raises `failure` once the part is given
