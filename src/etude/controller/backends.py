@@ -88,15 +88,18 @@ def open_fleet(settings: SandboxConfig, owner: str | None) -> ServerFleet:
     return ServerFleet(servers, settings.backend, owner, config, changed)
 
 
-def open_run_backend(settings: SandboxConfig, owner: str | None = None) -> SandboxBackend:
+def open_run_backend(
+    settings: SandboxConfig, owner: str | None = None, *, all_of_them: bool = False
+) -> SandboxBackend:
     """The sandbox backend of a run: its servers, if it names any, else one in this process.
 
     `owner`: name of this client, the same after a restart: sandboxes that it left on a server when it was
     killed are ended then. Raises ResourceError with what to enable, ConfigError for a server that does not
-    answer or rejects the token; with several servers, only where none can be used.
+    answer or rejects the token; with several servers, only where none can be used, or with `all_of_them`
+    where one cannot.
     """
     if settings.servers or settings.servers_file:
-        return _open_servers(settings, owner, all_of_them=False)
+        return _open_servers(settings, owner, all_of_them)
     if not settings.server:
         return open_checked_backend(settings.backend, allow_private=settings.allow_private)
     backend = RemoteBackend(
@@ -120,11 +123,7 @@ def open_run_backend(settings: SandboxConfig, owner: str | None = None) -> Sandb
 
 def check_run_backend(settings: SandboxConfig) -> None:
     """Checks that a run's sandboxes can be made, on each of its servers. Raises as open_run_backend."""
-    if settings.servers or settings.servers_file:
-        opened = _open_servers(settings, None, all_of_them=True)
-    else:
-        opened = open_run_backend(settings)
-    asyncio.run(opened.close())
+    asyncio.run(open_run_backend(settings, all_of_them=True).close())
 
 
 def _open_servers(settings: SandboxConfig, owner: str | None, all_of_them: bool) -> SandboxBackend:

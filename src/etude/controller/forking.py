@@ -6,6 +6,7 @@ trajectory --replay--> session after turn N -+-> sampled to its end with a model
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -112,11 +113,9 @@ async def create_session(stored: Stored, fork: Fork, directory: Path) -> ForkedS
         ):
             session = recorded_session(stored, task, policy.renderer)
             folder = SessionFolder.create(sessions_directory(), directory, choice, "ask")
-            journal = JournaledSession.create(folder.journal, session, env_session.context.state)
-            try:
+            made = JournaledSession.create(folder.journal, session, env_session.context.state)
+            with contextlib.closing(made) as journal:
                 replay = await _replay_to(stored, fork, session, env_session, journal)
-            finally:
-                journal.close()
             files = await _workspace_files(env_session, task)
         folder.update(test_paths=tuple(task.test_paths))
         folder.add_prompt(task.instruction, 0)

@@ -58,6 +58,8 @@ class StageContext:
     stop: StopSignal
     metrics: MetricSink
     report: dict[str, Any]
+    newest: Path | None
+    """The checkpoint to continue from."""
 
     @property
     def section(self) -> MixtureConfig:
@@ -106,7 +108,8 @@ def run_stage(
             # Earlier processes' wall time counts, as of the last checkpoint.
             with StopSignal(observer, config.max_wall_s, float(state.get("elapsed_s", 0.0))) as stop:
                 config = resolve_compute(run, resolve(config), observer)
-                return train(StageContext(config, stage, run, observer, stop, metrics, report))
+                own = newest if state.get("stage") == stage else None
+                return train(StageContext(config, stage, run, observer, stop, metrics, report, own))
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +138,9 @@ class _Training:
             _shown,
             ThreadChoice(context.config, self.model, title, context.observer.say),
         )
-        if not runner.restore(trainer):
+        if context.newest is not None:
+            trainer.restore(context.newest)
+        else:
             self._enter_stages(0)
         if "heldout_before" not in context.report:
             context.report["heldout_before"] = self._measure()

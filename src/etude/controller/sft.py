@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -71,10 +72,6 @@ def _open_sources(
 
 def _some(documents: Sequence[Document], most_tokens: int) -> list[Document]:
     """The first documents, up to `most_tokens` together; at least one, if there are any."""
-    found: list[Document] = []
-    for document in documents:
-        most_tokens -= len(document.tokens)
-        if found and most_tokens < 0:
-            break
-        found.append(document)
-    return found
+    totals = itertools.accumulate(len(document.tokens) for document in documents)
+    numbered = enumerate(zip(documents, totals, strict=True))
+    return [document for place, (document, total) in numbered if place == 0 or total <= most_tokens]

@@ -47,7 +47,7 @@ from etude.controller.reinforcement import (
 )
 from etude.controller.remote.arrangement import open_remote
 from etude.controller.remote.evaluation import BackgroundEvaluation
-from etude.controller.stages import MIDTRAINING, run_midtraining
+from etude.controller.stages import MIDTRAINING, STAGE, run_midtraining
 from etude.controller.stopping import StopSignal
 from etude.controller.stored import RUN_TOKENIZER
 from etude.controller.throughput import Snapshot, part_seconds, throughput_figures
@@ -192,8 +192,9 @@ class _Run:
         config, model = self.config, place_model(make_model(), self.config)
         latest, save_curve = self.run.checkpoints / LATEST, functools.partial(self.save_curve, model)
         before = self.stop.elapsed_s
+        newest = self.newest if self.state.get("stage") == STAGE else None
         complete = run_midtraining(
-            model, documents, config, latest, self.stop, self.metrics, self.observer, save_curve
+            model, documents, config, latest, newest, self.stop, self.metrics, self.observer, save_curve
         )
         add_stage_time(self.report, "midtrain_s", self.stop.elapsed_s - before)
         if not complete:
