@@ -105,10 +105,12 @@ def run_stage(
         with JsonlSink(run.metrics_file) as metrics:
             newest = find_resumable(run.checkpoints / LATEST, metrics, observer)
             state = (read_state(newest) or {}) if newest is not None else {}
+            own = newest if state.get("stage") == stage else None
             # Earlier processes' wall time counts, as of the last checkpoint.
-            with StopSignal(observer, config.max_wall_s, float(state.get("elapsed_s", 0.0))) as stop:
+            elapsed_s = float(state.get("elapsed_s", 0.0))
+            state.clear()  # it maps a file that will be replaced
+            with StopSignal(observer, config.max_wall_s, elapsed_s) as stop:
                 config = resolve_compute(run, resolve(config), observer)
-                own = newest if state.get("stage") == stage else None
                 return train(StageContext(config, stage, run, observer, stop, metrics, report, own))
 
 

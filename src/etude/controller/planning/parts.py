@@ -52,11 +52,14 @@ def trainer_parts(config: RunConfig, sizes: ModelSizes, vocab_size: int, place: 
     batches = _count_at_once(config, sizes, place)
     rows = min(sizes.saved_tokens, block_rows(vocab_size, place.device))
     logits = batches * (_BLOCK_LOGITS * rows * vocab_size * _FLOAT_BYTES / mesh.tensor)
+    micro_batches = f"{batches * sizes.saved_tokens:,.0f} tokens"
+    kept = "inputs of each block" if config.activation_checkpointing else "all that the backward pass needs"
+    # An upper bound under tensor parallelism: activations between layers are not divided.
     parts = [
         MemoryPart("weights", held * element_bytes, f"the trainer's own{cut}"),
         _gradients(sizes, held, cut, element_bytes, batches),
         optimizer,
-        _activations(config, sizes, batches),
+        MemoryPart("activations", batches * sizes.saved_bytes / mesh.context, f"{micro_batches}: {kept}"),
         MemoryPart("logits", logits, "blocks and their gradient, float32"),
     ]
     if config.rl.loss.kl_weight > 0 and not sizes.adapter_parameters:
@@ -118,14 +121,6 @@ def _gradients(sizes: ModelSizes, held: float, cut: str, element_bytes: int, bat
     if adapters := sizes.adapter_parameters:
         return MemoryPart("gradients", sets * adapters * _FLOAT_BYTES, f"of the adapters{each}")
     return MemoryPart("gradients", sets * held * element_bytes, f"of every weight{cut}{each}")
-
-
-def _activations(config: RunConfig, sizes: ModelSizes, batches: float) -> MemoryPart:
-    """Memory kept for the backward pass of micro-batches. An upper bound under tensor parallelism: heads and
-    inner widths are divided, activations between layers are not."""
-    kept = "inputs of each block" if config.activation_checkpointing else "all that the backward pass needs"
-    num_bytes = batches * sizes.saved_bytes / config.parallel.context
-    return MemoryPart("activations", num_bytes, f"{batches * sizes.saved_tokens:,.0f} tokens: {kept}")
 
 
 def _host_copies(
