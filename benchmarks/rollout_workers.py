@@ -26,10 +26,9 @@ from etude.controller.engines import serve_model
 from etude.controller.families import open_family
 from etude.controller.models import resolve_model
 from etude.controller.remote.arrangement import open_remote
-from etude.controller.training_part import TrainingPaths
 from etude.evaluation import play_sessions, plays_of
 from etude.model.loading import load_any_model
-from etude.observe import MemorySink
+from etude.observe import MemorySink, RunDirectory
 from etude.observe.observer import SilentObserver
 from etude.records import SamplingParams
 from etude.tokens.tokenizer import Tokenizer
@@ -94,11 +93,8 @@ def _measure(asked: argparse.Namespace, num_workers: int) -> Figures:
 
 
 async def _run(executor: Any, config: RunConfig, asked: argparse.Namespace) -> Figures:
-    directory = Path(config.runs_directory)
-    paths = TrainingPaths(directory / "latest", directory / "offending")
-    context = RunContext(
-        directory, paths, asked.checkpoint, None, directory, MemorySink(), SilentObserver(), faults={}
-    )
+    run_directory = RunDirectory(Path(config.runs_directory))
+    context = RunContext(run_directory, asked.checkpoint, None, MemorySink(), SilentObserver(), faults={})
     model, tokenizer = load_any_model(asked.checkpoint), Tokenizer.load(asked.checkpoint)
     tasks = open_family(config).evaluation_tasks("heldout", asked.sessions + _WARM_UP)
     async with open_remote(executor, config, tokenizer, model, context) as arrangement:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from etude.controller.evaluate import FINAL
-from etude.controller.train import ADAPTER, LATEST
+from etude.controller.train import ADAPTER
+from etude.controller.training_part import LATEST
 from etude.model import LanguageModel, build_model
 from etude.model.loading import load_any_model
 from etude.model.lora import Factors

@@ -150,9 +150,9 @@ def test_an_experts_chat_is_what_a_session_with_the_same_calls_would_be(
 
     chosen = agent_format(small_tokenizer(template), AgentConfig(tools="core"))
     renderer, sessions = chosen.renderer(), load_sessions(24, SilentObserver())
-    reader = SessionReader(chosen.tokenizer, chosen.renderers, 0.0, 8192)
     source = SessionsConfig(path=str(write_expert_chats(tmp_path)))
-    documents = {document.tokens.tobytes(): document for document in reader.load("expert", source).documents}
+    reader = SessionReader("expert", source, chosen.tokenizer, chosen.renderers, 0.0, 8192)
+    documents = {document.tokens.tobytes(): document for document in reader.load()}
     found = 0
     for session in sessions:
         parts, count = [renderer.prompt(session.instruction)], 0

@@ -40,8 +40,11 @@ def tokenizer() -> Tokenizer:
     return train_tokenizer(TEXTS, 400, session_control_tokens())
 
 
-def _reader(tokenizer: Tokenizer, observation_weight: float = 0.0, window: int = 64) -> SessionReader:
-    return SessionReader(tokenizer, choose_format(tokenizer).renderers, observation_weight, window)
+def _reader(
+    tokenizer: Tokenizer, source: Path | SessionsConfig, weight: float = 0.0, window: int = 64
+) -> SessionReader:
+    source = SessionsConfig(path=str(source)) if isinstance(source, Path) else source
+    return SessionReader("own", source, tokenizer, choose_format(tokenizer).renderers, weight, window)
 
 
 def _write_chats(path: Path, chats: list[Any]) -> Path:
@@ -62,10 +65,10 @@ def _write_log(path: Path, tokenizer: Tokenizer, rewards: list[float | None], **
 
 def test_recorded_tokens_are_taken_as_they_were(tmp_path: Path, tokenizer: Tokenizer) -> None:
     _write_log(tmp_path / "run" / "trajectories", tokenizer, [1.0, 0.0, None])
-    loaded = _reader(tokenizer, 0.25).load("own", SessionsConfig(path=str(tmp_path / "run")))
+    documents = _reader(tokenizer, tmp_path / "run", 0.25).load()
     stored = [t for g in TrajectoryLog(tmp_path / "run" / "trajectories").read() for t in g.members]
-    assert len(loaded.documents) == 3
-    for document, trajectory in zip(loaded.documents, stored, strict=True):
+    assert len(documents) == 3
+    for document, trajectory in zip(documents, stored, strict=True):
         segment = trajectory.segments[0]
         assert np.array_equal(document.tokens, segment.tokens)
         assert np.array_equal(document.agent, segment.sampled)
@@ -77,22 +80,22 @@ def test_sessions_of_low_reward_or_too_long_are_left_out_and_counted(
 ) -> None:
     _write_log(tmp_path / "log", tokenizer, [1.0, 0.0, None, 1.0])
     source = SessionsConfig(path=str(tmp_path / "log"), min_reward=0.5)
-    loaded = _reader(tokenizer, window=20).load("own", source)
-    assert len(loaded.documents) == 1
-    assert loaded.skipped == {"reward under min_reward": 2, "longer than the window": 1}
+    reader = _reader(tokenizer, source, window=20)
+    assert len(reader.load()) == 1
+    assert reader.skipped == {"reward under min_reward": 2, "longer than the window": 1}
 
 
 def test_tokens_of_another_tokenizer_are_refused(tmp_path: Path, tokenizer: Tokenizer) -> None:
     _write_log(tmp_path / "log", tokenizer, [1.0], tokenizer_digest="another")
     with pytest.raises(ConfigError, match="another tokenizer"):
-        _reader(tokenizer).load("own", SessionsConfig(path=str(tmp_path / "log")))
+        _reader(tokenizer, tmp_path / "log").load()
 
 
 def test_messages_have_the_tokens_of_a_rollout_and_only_answers_count(
     tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
     path = _write_chats(tmp_path / "chats.jsonl", [CHAT])
-    (document,) = _reader(tokenizer).load("own", SessionsConfig(path=str(path))).documents
+    (document,) = _reader(tokenizer, path).load()
     renderer = choose_format(tokenizer).renderers().find(_no_tools())
     expected = [
         renderer.prompt("add three"),
@@ -116,8 +119,7 @@ def test_an_opener_that_ends_an_answer_stands_once_and_is_learnt(tmp_path: Path)
         {"role": "user", "content": "So?"},
     ]
     path = _write_chats(tmp_path / "chats.jsonl", [chat])
-    reader = _reader(glm_tokenizer(), window=512)
-    (document,) = reader.load("own", SessionsConfig(path=str(path))).documents
+    (document,) = _reader(glm_tokenizer(), path, window=512).load()
     learnt = [
         glm_tokenizer().decode(document.tokens[[place]]) for place in np.flatnonzero(document.agent).tolist()
     ]
@@ -143,9 +145,9 @@ def test_sessions_with_calls_that_could_not_be_made_are_left_out_and_counted(tmp
     chats = [good, _chat_with_call("ls", '{"path": '), _chat_with_call("ls", "[1]"), unlisted]
     chats.append(unlisted | {"tools": []})
     path.write_text("".join(json.dumps(chat) + "\n" for chat in chats), encoding="utf-8")
-    loaded = _reader(glm_tokenizer(), window=2048).load("own", SessionsConfig(path=str(path)))
-    assert len(loaded.documents) == 2, "a chat that lists no tools may call any"
-    assert loaded.skipped == {
+    reader = _reader(glm_tokenizer(), path, window=2048)
+    assert len(reader.load()) == 2, "a chat that lists no tools may call any"
+    assert reader.skipped == {
         "the arguments of a call of ls are no JSON object": 2,
         "a call of cat, which is not among the tools of the chat": 1,
     }
@@ -162,7 +164,7 @@ def test_atif_files_give_their_tokens_where_they_have_them(tmp_path: Path, token
     (group,) = TrajectoryLog(tmp_path / "log").read()
     document = trajectory_to_atif(group.members[0])
     (tmp_path / "one.json").write_text(json.dumps(document), encoding="utf-8")
-    (loaded,) = _reader(tokenizer).load("own", SessionsConfig(path=str(tmp_path / "one.json"))).documents
+    (loaded,) = _reader(tokenizer, tmp_path / "one.json").load()
     assert np.array_equal(loaded.tokens, group.members[0].segments[0].tokens)
 
 
@@ -178,7 +180,7 @@ def test_atif_files_without_tokens_are_rendered(tmp_path: Path, tokenizer: Token
         "steps": steps,
     }
     (tmp_path / "one.json").write_text(json.dumps(document), encoding="utf-8")
-    (loaded,) = _reader(tokenizer).load("own", SessionsConfig(path=str(tmp_path / "one.json"))).documents
+    (loaded,) = _reader(tokenizer, tmp_path / "one.json").load()
     renderer = choose_format(tokenizer).renderers().find(_no_tools())
     assert loaded.tokens.tolist() == [
         *renderer.prompt("add three"),
@@ -189,7 +191,7 @@ def test_atif_files_without_tokens_are_rendered(tmp_path: Path, tokenizer: Token
 def test_sessions_that_are_all_too_long_are_said_to_be(tmp_path: Path, tokenizer: Tokenizer) -> None:
     _write_log(tmp_path / "log", tokenizer, [1.0])
     with pytest.raises(ConfigError, match="longer window than 8 tokens"):
-        _reader(tokenizer, window=8).load("own", SessionsConfig(path=str(tmp_path / "log")))
+        _reader(tokenizer, tmp_path / "log", window=8).load()
 
 
 @pytest.mark.parametrize(
@@ -200,7 +202,7 @@ def test_a_json_file_that_is_no_atif_is_named_with_its_source_as_a_mistake(
 ) -> None:
     (tmp_path / "chats.json").write_text(text)
     with pytest.raises(ConfigError, match=rf"source own: .*chats\.json.*{reason}.*\.jsonl"):
-        _reader(tokenizer).load("own", SessionsConfig(path=str(tmp_path / "chats.json")))
+        _reader(tokenizer, tmp_path / "chats.json").load()
 
 
 def test_calls_and_results_of_atif_become_messages() -> None:
@@ -233,7 +235,7 @@ def test_calls_and_results_of_atif_become_messages() -> None:
 def test_bad_chats_are_refused(tmp_path: Path, tokenizer: Tokenizer, line: str, message: str) -> None:
     (tmp_path / "chats.jsonl").write_text(line + "\n", encoding="utf-8")
     with pytest.raises(ConfigError, match=message):
-        _reader(tokenizer).load("own", SessionsConfig(path=str(tmp_path / "chats.jsonl")))
+        _reader(tokenizer, tmp_path / "chats.jsonl").load()
 
 
 def test_copies_are_held_out_together() -> None:

@@ -24,11 +24,11 @@ from etude.controller.local import LocalExecutor, LocalHandle
 from etude.controller.parts import Parts, open_parts
 from etude.controller.ray_checks import check_address, check_room
 from etude.controller.remote.evaluation import BackgroundEvaluation
-from etude.controller.training_part import TrainingPart, TrainingPaths
+from etude.controller.training_part import TrainingPart
 from etude.errors.packages import missing_package
 from etude.inference import EngineService
 from etude.model.loading import AnyModel
-from etude.observe import MetricSink, Observer
+from etude.observe import MetricSink, Observer, RunDirectory
 from etude.observe.machine import available_cores, available_memory_bytes
 from etude.protocols import Executor, Handle, Resources
 from etude.records import Task
@@ -37,6 +37,8 @@ from etude.tokens.tokenizer import Tokenizer
 TRAINER, EVALUATION = "trainer", "evaluation"
 ENGINE, WORKER = "engine-", "worker-"
 """Names of the parts, or prefixes of their names."""
+SNAPSHOTS = "snapshots"
+"""Directory of a run through which vLLM gets weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,16 +55,13 @@ class Arrangement:
 
 @dataclass(frozen=True, slots=True)
 class RunContext:
-    """Paths in the run's directory, and receivers of metrics and messages, for an arrangement."""
+    """The run's directory, and receivers of metrics and messages, for an arrangement."""
 
-    directory: Path
-    paths: TrainingPaths
+    run: RunDirectory
     model: Path
     """Directory of the model to train."""
     routes: Path | None
     """Where expert routes are stored permanently; None: in memory."""
-    snapshots: Path
-    """Where weights are written for vLLM."""
     metrics: MetricSink
     observer: Observer
     faults: dict[str, int]
@@ -81,7 +80,7 @@ async def open_local(
         config,
         tokenizer,
         model,
-        snapshots=context.snapshots,
+        snapshots=context.run.path / SNAPSHOTS,
         routes=context.routes,
         owner=sandbox_owner(context),
         deterministic=keeps_schedule(config),
@@ -93,21 +92,14 @@ async def open_local(
             if config.colocated:
                 assert isinstance(parts.service, EngineService), "so RunConfig wants it"
                 await parts.service.release_memory()  # the optimiser's states are made on the device
-            with TrainingPart(
-                config,
-                model,
-                tokenizer,
-                context.paths,
-                parts.weights,
-                context.metrics,
-                context.observer,
-                parts.blobs.get,
-            ) as part:
+            made = config, model, tokenizer, context.run, parts.weights, context.metrics, context.observer
+            with TrainingPart(*made, parts.blobs.get) as part:
                 threads = max(1, num_threads // config.parallel.ranks)
                 handle: Handle[TrainingPart] = LocalHandle(part, threads, TRAINER)
                 if config.colocated:
-                    assert isinstance(parts.service, EngineService), "so RunConfig wants it"
-                    handle = await ColocatedTrainer.start(handle, parts.service)
+                    assert isinstance(parts.service, EngineService)
+                    part.offload_states()
+                    handle = ColocatedTrainer(handle, parts.service)
                 yield handle
 
         yield Arrangement(parts, training())
@@ -115,28 +107,28 @@ async def open_local(
 
 def sandbox_owner(context: RunContext) -> str:
     """Name of a run's own process at a sandbox server; the same when the run is resumed."""
-    return f"{platform.node()}:{context.directory.resolve()}"
+    return f"{platform.node()}:{context.run.path.resolve()}"
 
 
 def is_reproducible(config: RunConfig) -> bool:
     """Whether a repeated run samples the same tokens: its schedule is fixed, or the order of requests does
     not affect results, since every sum has a fixed order and no weights change meanwhile."""
-    elsewhere = config.clusters.listen or config.elastic.router or config.engine.backend != "etude"
-    elsewhere = elsewhere or config.agent.harness.command
-    fixed = config.numerics == "invariant" and config.rl.max_staleness == 0 and not elsewhere
+    fixed = config.numerics == "invariant" and config.rl.max_staleness == 0 and plays_itself(config)
     return keeps_schedule(config) or fixed
 
 
 def keeps_schedule(config: RunConfig) -> bool:
     """Whether requests reach the engine in a reproducible order. Not with vLLM, several processes or clusters
     that sample or run sessions, sampling while the trainer steps, or borrowed replicas."""
-    if config.engine.backend != "etude" or config.clusters.listen or config.elastic.router:
-        return False
-    if config.agent.harness.command:  # which sends requests at any time
-        return False
-    cluster = config.cluster
-    alone = cluster.engines == 1 and not cluster.workers
-    return config.executor == "local" or (alone and config.rl.max_staleness == 0)
+    alone = config.cluster.engines == 1 and not config.cluster.workers and config.rl.max_staleness == 0
+    return plays_itself(config) and (config.executor == "local" or alone)
+
+
+def plays_itself(config: RunConfig) -> bool:
+    """Whether all sessions are of Étude's own agent and engines in this run: not with vLLM, other clusters,
+    borrowed replicas, or a foreign harness, which sends requests at any time."""
+    elsewhere = config.clusters.listen or config.elastic.router or config.agent.harness.command
+    return config.engine.backend == "etude" and not elsewhere
 
 
 def part_resources(config: RunConfig) -> list[Resources]:

@@ -62,17 +62,13 @@ class ListedServers:
 
 def specs_of(servers: Mapping[str, SandboxServerConfig], section: str) -> Servers:
     """Specifications of servers, for a fleet. Raises ConfigError for a token that cannot be read."""
-    return {name: _spec_of(f"{section}.{name}", server) for name, server in servers.items()}
-
-
-def _spec_of(section: str, server: SandboxServerConfig) -> ServerSpec:
-    given = {"cpus": server.cpus, "memory_bytes": server.memory_bytes, "disk_bytes": server.disk_bytes}
-    return ServerSpec(
-        server.url,
-        read_secret(server.token, f"{section}.token"),
-        {name: value for name, value in given.items() if value},
-        server.draining,
-    )
+    specs: dict[str, ServerSpec] = {}
+    for name, server in servers.items():
+        given = {"cpus": server.cpus, "memory_bytes": server.memory_bytes, "disk_bytes": server.disk_bytes}
+        limits = {resource: value for resource, value in given.items() if value}
+        token = read_secret(server.token, f"{section}.{name}.token")
+        specs[name] = ServerSpec(server.url, token, limits, server.draining)
+    return specs
 
 
 def open_fleet(settings: SandboxConfig, owner: str | None) -> ServerFleet:
@@ -92,15 +88,18 @@ def open_fleet(settings: SandboxConfig, owner: str | None) -> ServerFleet:
     return ServerFleet(servers, settings.backend, owner, config, changed)
 
 
-def open_run_backend(settings: SandboxConfig, owner: str | None = None) -> SandboxBackend:
+def open_run_backend(
+    settings: SandboxConfig, owner: str | None = None, *, all_of_them: bool = False
+) -> SandboxBackend:
     """The sandbox backend of a run: its servers, if it names any, else one in this process.
 
     `owner`: name of this client, the same after a restart: sandboxes that it left on a server when it was
     killed are ended then. Raises ResourceError with what to enable, ConfigError for a server that does not
-    answer or rejects the token; with several servers, only where none can be used.
+    answer or rejects the token; with several servers, only where none can be used, or with `all_of_them`
+    where one cannot.
     """
     if settings.servers or settings.servers_file:
-        return _open_servers(settings, owner, all_of_them=False)
+        return _open_servers(settings, owner, all_of_them)
     if not settings.server:
         return open_checked_backend(settings.backend, allow_private=settings.allow_private)
     backend = RemoteBackend(
@@ -124,11 +123,7 @@ def open_run_backend(settings: SandboxConfig, owner: str | None = None) -> Sandb
 
 def check_run_backend(settings: SandboxConfig) -> None:
     """Checks that a run's sandboxes can be made, on each of its servers. Raises as open_run_backend."""
-    if settings.servers or settings.servers_file:
-        opened = _open_servers(settings, None, all_of_them=True)
-    else:
-        opened = open_run_backend(settings)
-    asyncio.run(opened.close())
+    asyncio.run(open_run_backend(settings, all_of_them=True).close())
 
 
 def _open_servers(settings: SandboxConfig, owner: str | None, all_of_them: bool) -> SandboxBackend:

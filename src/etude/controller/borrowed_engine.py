@@ -108,15 +108,11 @@ class BorrowedEngine(LoanHandle):
             if method == "poll":
                 self._polled_all.set()
             self._on_end()
-            await self._wait_for_polling()
+            if self._is_polled:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(_REST_S):
+                        await self._polled_all.wait()
             raise
-
-    async def _wait_for_polling(self) -> None:
-        """Waits, at most `_REST_S`, until the final poll has delivered all chunks."""
-        if self._is_polled:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_REST_S):
-                    await self._polled_all.wait()
 
     async def return_loan(self) -> None:
         """Ends the loan; returns when the final poll has delivered all chunks."""
@@ -155,7 +151,5 @@ class BorrowedEngine(LoanHandle):
     def _usage(self, now: Mapping[str, float]) -> Usage:
         done = {name: value - self._before.get(name, 0) for name, value in now.items()}
         counters = {f.name: int(done.get(f.name, 0)) for f in fields(EngineCounters)}
-        times = ServiceTimes()
-        for name in ("step_s", "waiting_s", "swap_s", "stage_s"):
-            setattr(times, name, done.get(name, 0.0))
-        return Usage(EngineCounters(**counters), times)
+        times = {name: done.get(name, 0.0) for name in ("step_s", "waiting_s", "swap_s", "stage_s")}
+        return Usage(EngineCounters(**counters), ServiceTimes(**times))

@@ -28,7 +28,8 @@ _MAKES_ROOM = frozenset({"step", "publish"})
 
 
 class ColocatedTrainer(Handle[TrainingPart]):
-    """A TrainingPart that uses the device while it is called; the engine uses it otherwise.
+    """A TrainingPart that uses the device while it is called; the engine uses it otherwise. It begins with
+    states in host memory.
 
     An error in a step leaves both as between two steps: gradients freed, states in host memory.
     """
@@ -37,13 +38,6 @@ class ColocatedTrainer(Handle[TrainingPart]):
         self.node = trainer.node
         self._trainer = trainer
         self._engine = engine
-
-    @staticmethod
-    async def start(trainer: Handle[TrainingPart], engine: EngineService) -> ColocatedTrainer:
-        """Makes the trainer, with the engine's turn first. Raises SamplerError while a session is open."""
-        await engine.release_memory()
-        await trainer.call(TrainingPart.offload_states)
-        return ColocatedTrainer(trainer, engine)
 
     async def send(self, method: str, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
         """See Handle.send. A step's metrics include `handover_s`: the time that the exchange of the device

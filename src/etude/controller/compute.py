@@ -77,8 +77,7 @@ def _as_begun(run: RunDirectory, config: RunConfig) -> tuple[str, str, str]:
 
 def _with_place(config: RunConfig, place: Place) -> RunConfig:
     engine = config.engine.model_copy(update={"kernels": place.kernels})
-    update = {"device": place.device, "dtype": place.dtype, "engine": engine}
-    return config.model_copy(update=update)
+    return config.model_copy(update={"device": place.device, "dtype": place.dtype, "engine": engine})
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,20 +145,15 @@ def choose_device(configured: str, numerics: str = "fast") -> Device:
             received=configured,
             fix='set device="cpu", or numerics="fast"',
         )
-    missing = _missing_for_cuda()
-    if missing is None:
+    if not torch.cuda.is_available():
+        missing = "PyTorch finds no GPU on this machine"
+    elif importlib.util.find_spec("triton") is None:
+        missing = "the package triton is missing, which the GPU kernels need"
+    else:
         return "cuda"
     if configured == "auto":
         return "cpu"
     raise ResourceError(missing, field="device", received=configured, fix='set device="cpu"')
-
-
-def _missing_for_cuda() -> str | None:
-    if not torch.cuda.is_available():
-        return "PyTorch finds no GPU on this machine"
-    if importlib.util.find_spec("triton") is None:
-        return "the package triton is missing, which the GPU kernels need"
-    return None
 
 
 def choose_dtype(configured: str, device: Device) -> Dtype:
@@ -173,11 +167,7 @@ def choose_dtype(configured: str, device: Device) -> Dtype:
     return "float32" if configured == "float32" else "bfloat16"
 
 
-def choose_kernels(
-    configured: str,
-    observer: Observer | None = None,
-    device: Device = "cpu",
-) -> Kernels:
+def choose_kernels(configured: str, observer: Observer | None = None, device: Device = "cpu") -> Kernels:
     """`gpu` on a GPU; for `auto` on a CPU `native` where it compiles; else reports why not, and `eager`.
 
     Raises ResourceError if `native` is configured and does not compile, ConfigError for kernels of another

@@ -76,9 +76,8 @@ class ElasticPool:
         metrics: MetricSink,
         observer: Observer,
         clock: Callable[[], float] = time.monotonic,
-        day: Callable[[], float] = lambda: time.time() % _DAY_S,
     ) -> None:
-        """`day`: second of the day, UTC. Raises ConfigError where the token cannot be read."""
+        """Raises ConfigError where the token cannot be read."""
         self._settings: ElasticConfig = config.elastic
         self._name = f"{config.name}-{uuid.uuid4().hex[:8]}"
         """Unique to this process: two runs of one name must not share a loan."""
@@ -86,8 +85,8 @@ class ElasticPool:
         self._store = store_address(config)
         self._needs = needs
         self._fleet = fleet
-        self._journal = FaultJournal(metrics, observer, {}, KIND)
-        self._clock, self._day = clock, day
+        self._journal = FaultJournal(metrics, observer, kind=KIND)
+        self._clock = clock
         self._held: dict[str, _Loan] = {}
         """By replica."""
         self._over: set[str] = set()
@@ -164,7 +163,7 @@ class ElasticPool:
         settings = self._settings
         load_tokens = _UNKNOWN_TOKENS if self._has_workers else self._fleet.load_tokens
         self._wants = wants(settings, self._wants, load_tokens)
-        may = self._wants and settings.open_at(self._day())
+        may = self._wants and settings.open_at(time.time() % _DAY_S)
         body = {
             "pool": settings.pool,
             "wanted": settings.most if may else 0,
@@ -247,10 +246,10 @@ class ElasticPool:
         """Sends the replica no new requests, and collects the tokens sampled so far."""
         held.is_ready = False
         self._fleet.engine_away(part)
-        if held.engine is not None:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_DRAIN_S):
-                    await held.engine.return_loan()
+        assert held.engine is not None, "it has joined"
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_DRAIN_S):
+                await held.engine.return_loan()
 
 
 def store_address(config: RunConfig) -> str:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import warnings
 from pathlib import Path
 
-from etude.controller.stored import RUN_TOKENIZER
+from etude.controller.stored import tokenizer_directory
 from etude.errors import CheckpointError, ConfigError, RunDirectoryError
 from etude.model import LanguageModel
 from etude.model.huggingface.fields import read_fields
 from etude.model.loading import AnyModel, load_any_model
 from etude.observe import RunDirectory
-from etude.tokens.tokenizer import Tokenizer
+from etude.tokens.tokenizer import TOKENIZER_FILE, Tokenizer
 from etude.training import load_checkpoint
 from etude.training.checkpoints.history import DAMAGED, HISTORY
 
@@ -62,7 +62,8 @@ def load_policy(run: RunDirectory, checkpoint: str | None) -> tuple[Tokenizer, A
     """Tokenizer and model of a run's checkpoint; by default `final`, else `midtrained`."""
     directory = find_checkpoint(run, checkpoint)
     model, _ = load_checkpoint(directory)
-    return Tokenizer.load(_tokenizer_directory(run, directory)), model
+    has_own = (directory / TOKENIZER_FILE).exists()
+    return Tokenizer.load(directory if has_own else tokenizer_directory(run)), model
 
 
 def find_checkpoint(run: RunDirectory, checkpoint: str | None) -> Path:
@@ -95,11 +96,3 @@ def _names(run: RunDirectory) -> list[str]:
     places = [run.checkpoints, *(run.checkpoints / name for name in _SERIES)]
     directories = [directory for place in places for directory in place.glob("[!.]*")]
     return sorted(directory.name for directory in directories if directory.name not in _OTHERS)
-
-
-def _tokenizer_directory(run: RunDirectory, checkpoint: Path) -> Path:
-    """The checkpoint's own directory if it has a tokenizer, otherwise the run's."""
-    if (checkpoint / "tokenizer.json").exists():
-        return checkpoint
-    initial = run.config.initial_checkpoint
-    return Path(initial) if initial is not None else run.path / RUN_TOKENIZER

@@ -16,7 +16,6 @@ from typing import Any
 from etude.config import RunConfig
 from etude.controller.backends import open_run_backend
 from etude.controller.evaluation_targets import (
-    OpenTarget,
     Target,
     TargetOptions,
     find_target,
@@ -74,7 +73,11 @@ def evaluate(request: EvaluationRequest, observer: Observer) -> EvaluationResult
     """
     target = find_target(request.target, request.options)
     tasks = load_suite(request.suite, request.num_tasks, target.config, observer)
-    target = _with_servers(target, tasks)
+    config = target.config
+    agent = resolve_servers(
+        config.agent, lambda: open_run_backend(config.sandbox), lambda: next(iter(tasks), None)
+    )
+    target = replace(target, config=config.model_copy(update={"agent": agent}))
     with contextlib.ExitStack() as stack:
         log = None
         if request.out is not None:
@@ -108,84 +111,69 @@ def load_suite(suite: str, num_tasks: int, config: RunConfig, observer: Observer
     return tasks[:num_tasks]
 
 
-def _with_servers(target: Target, tasks: Sequence[Task]) -> Target:
-    """The target with its MCP servers' tools, as far as its configuration does not list them."""
-    config = target.config
-    agent = resolve_servers(
-        config.agent, lambda: open_run_backend(config.sandbox), lambda: next(iter(tasks), None)
-    )
-    return replace(target, config=config.model_copy(update={"agent": agent}))
-
-
+@dataclass(slots=True)
 class _Evaluation:
     """One process of an evaluation."""
 
-    def __init__(
-        self,
-        request: EvaluationRequest,
-        target: Target,
-        tasks: Sequence[Task],
-        log: TrajectoryLog | None,
-        observer: Observer,
-    ) -> None:
-        self._request, self._target, self._tasks = request, target, tasks
-        self._log, self._observer = log, observer
-        self._num_ended = self._num_graded = self._num_passed = 0
+    request: EvaluationRequest
+    target: Target
+    tasks: Sequence[Task]
+    log: TrajectoryLog | None
+    observer: Observer
+    num_ended: int = 0
+    num_graded: int = 0
+    num_passed: int = 0
 
     async def play(self) -> EvaluationResult:
-        request = self._request
-        modes = _modes(request, self._target)
-        plays = {mode: plays_of(self._tasks, count) for mode, (_, count) in modes.items()}
+        request = self.request
+        modes = _modes(request, self.target)
+        plays = {mode: plays_of(self.tasks, count) for mode, (_, count) in modes.items()}
         num_sessions = sum(map(len, plays.values()))
-        self._observer.stage_begins(f"evaluation on {request.suite}", num_sessions, unit="session")
+        self.observer.stage_begins(f"evaluation on {request.suite}", num_sessions, unit="session")
         runs: dict[str, list[Trajectory]] = {}
         try:
-            async with open_target(self._target, request.temperature) as opened:
+            async with open_target(self.target, request.temperature) as opened:
                 for mode, (temperature, _) in modes.items():
-                    runs[mode] = await self._play_mode(opened, mode, temperature, plays[mode])
+                    params = opened.params
+                    if temperature is not None:
+                        params = replace(params, temperature=temperature)
+                    runs[mode] = await play_sessions(
+                        opened.runner,
+                        opened.sampler,
+                        plays[mode],
+                        f"eval-{mode}",
+                        self.target.config.seed,
+                        params,
+                        request.max_sessions or opened.max_sessions,
+                        self.log,
+                        self._on_end,
+                    )
                     check_infrastructure(runs[mode])
                 units = opened.units_per_token
         finally:
-            self._observer.stage_ends()
+            self.observer.stage_ends()
         results = {
             mode: ModeResult(temperature, *self._figures(plays[mode], runs[mode], units))
             for mode, (temperature, _) in modes.items()
         }
         behaviour = summarize_behaviour(list(runs.values())[-1])
-        about = self._target.describe()
-        return EvaluationResult(about, request.suite, self._target.config.seed, results, behaviour)
-
-    async def _play_mode(
-        self, opened: OpenTarget, mode: str, temperature: float | None, plays: Sequence[Play]
-    ) -> list[Trajectory]:
-        params = opened.params if temperature is None else replace(opened.params, temperature=temperature)
-        return await play_sessions(
-            opened.runner,
-            opened.sampler,
-            plays,
-            f"eval-{mode}",
-            self._target.config.seed,
-            params,
-            self._request.max_sessions or opened.max_sessions,
-            self._log,
-            self._on_end,
-        )
+        about = self.target.describe()
+        return EvaluationResult(about, request.suite, self.target.config.seed, results, behaviour)
 
     def _on_end(self, trajectory: Trajectory) -> None:
-        self._num_ended += 1
+        self.num_ended += 1
         if trajectory.reward is not None:
-            self._num_graded += 1
-            self._num_passed += bool(trajectory.facts.get("passed"))
-        rate = {"pass_rate": self._num_passed / self._num_graded} if self._num_graded else {}
-        self._observer.stage_advances(self._num_ended, rate)
+            self.num_graded += 1
+            self.num_passed += bool(trajectory.facts.get("passed"))
+        rate = {"pass_rate": self.num_passed / self.num_graded} if self.num_graded else {}
+        self.observer.stage_advances(self.num_ended, rate)
 
     def _figures(
         self, plays: Sequence[Play], trajectories: Sequence[Trajectory], units: float
     ) -> tuple[dict[str, Any], tuple[SessionRow, ...]]:
-        pairs = list(zip([play.task for play in plays], trajectories, strict=True))
-        rows = tuple(SessionRow.of(task, trajectory, units) for task, trajectory in pairs)
-        by_kind = summarize([task for task, _ in pairs], [trajectory for _, trajectory in pairs])
-        return {**by_kind, **session_figures(rows, self._request.prices)}, rows
+        tasks = [play.task for play in plays]
+        rows = tuple(SessionRow.of(*pair, units) for pair in zip(tasks, trajectories, strict=True))
+        return {**summarize(tasks, trajectories), **session_figures(rows, self.request.prices)}, rows
 
 
 def _modes(request: EvaluationRequest, target: Target) -> dict[str, tuple[float | None, int]]:

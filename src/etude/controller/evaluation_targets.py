@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -129,16 +130,13 @@ def find_target(place: str, options: TargetOptions) -> Target:
     return Target("checkpoint", str(path), options, _default_config(options), _weights(path))
 
 
-@contextlib.asynccontextmanager
-async def open_target(target: Target, temperature: float | None) -> AsyncIterator[OpenTarget]:
+def open_target(target: Target, temperature: float | None) -> AbstractAsyncContextManager[OpenTarget]:
     """Opens a target. Raises UserError for a model that cannot be used, ResourceError where sandboxes are not
     available.
 
     `temperature`: sent to an endpoint; None: the endpoint's default.
     """
-    opening = _open_run(target) if target.kind == "run" else _open_policy(target, temperature)
-    async with opening as opened:
-        yield opened
+    return _open_run(target) if target.kind == "run" else _open_policy(target, temperature)
 
 
 def _run_target(run: RunDirectory, options: TargetOptions) -> Target:
@@ -191,30 +189,27 @@ async def _open_policy(target: Target, temperature: float | None) -> AsyncIterat
         temperature=temperature,
     )
     backend = open_run_backend(config.sandbox)
-    try:
-        async with open_model_of(choice, True, config.agent) as policy:
-            limits = EpisodeLimits(
-                replace(policy.limits, max_turns=options.max_turns),
-                None if policy.summary is None else replace(policy.summary, jitter=0.0),
-                policy.tool_limits,
-                Resources(memory_bytes=config.sandbox.memory_bytes),
-            )
-            environment = Environment(
-                backend,
-                policy.renderer,
-                limits,
-                config.rl.reward,
-                None,
-                policy.registry,
-                policy.system,
-                policy.retry_policy,
-                config.agent,
-            )
-            units = float(BYTES_PER_TOKEN) if is_endpoint else 1.0
-            num_sessions = _NUM_SESSIONS if is_endpoint else 2
-            try:
-                yield OpenTarget(environment, policy.sampler, policy.params, num_sessions, units)
-            finally:
-                await environment.close()
-    finally:
-        await backend.close()
+    async with contextlib.AsyncExitStack() as stack:
+        stack.push_async_callback(backend.close)
+        policy = await stack.enter_async_context(open_model_of(choice, True, config.agent))
+        limits = EpisodeLimits(
+            replace(policy.limits, max_turns=options.max_turns),
+            None if policy.summary is None else replace(policy.summary, jitter=0.0),
+            policy.tool_limits,
+            Resources(memory_bytes=config.sandbox.memory_bytes),
+        )
+        environment = Environment(
+            backend,
+            policy.renderer,
+            limits,
+            config.rl.reward,
+            None,
+            policy.registry,
+            policy.system,
+            policy.retry_policy,
+            config.agent,
+        )
+        stack.push_async_callback(environment.close)
+        units = float(BYTES_PER_TOKEN) if is_endpoint else 1.0
+        num_sessions = _NUM_SESSIONS if is_endpoint else 2
+        yield OpenTarget(environment, policy.sampler, policy.params, num_sessions, units)

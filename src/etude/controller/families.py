@@ -141,15 +141,14 @@ class DirectoryTasks:
     def __init__(self, config: RunConfig, observer: Observer | None = None) -> None:
         from etude.controller.task_sets import load_task_set  # with the sandboxes
 
+        def load(field: str) -> tuple[list[Task], list[str]]:
+            directory = Path(getattr(config.tasks, field))
+            return load_task_set(directory, f"tasks.{field}", config, observer, config.tasks.only)
+
         self._config = config
-        tasks, self.notes = load_task_set(
-            Path(config.tasks.directory), "tasks.directory", config, observer, config.tasks.only
-        )
+        tasks, self.notes = load("directory")
         if config.tasks.heldout_directory:
-            heldout = Path(config.tasks.heldout_directory)
-            judged, notes = load_task_set(
-                heldout, "tasks.heldout_directory", config, observer, config.tasks.only
-            )
+            judged, notes = load("heldout_directory")
             self._tasks = {"train": tasks, "heldout": judged}
             self.notes += notes
         else:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 from etude.config import EvaluationConfig, RunConfig
 from etude.errors import ConfigError, RunDirectoryError
@@ -57,13 +57,18 @@ class Forecast:
         num_evaluations: float,
         num_groups: int | None = None,
     ) -> Forecast:
-        """The forecast for the configured steps; a run with an initial checkpoint has no mid-training.
-        `num_groups`: see `count_rl_steps`."""
+        """The forecast for the configured steps, or until a finite set of tasks is exhausted; a run with an
+        initial checkpoint has no mid-training. `num_groups`: of all epochs; None for an endless source of
+        tasks."""
         num_midtrain = 0 if config.initial_checkpoint is not None else config.midtrain.num_steps
+        num_rl = config.rl.num_steps
+        if num_groups is not None:
+            useful = num_groups * config.plan.useful_share
+            num_rl = min(num_rl, math.ceil(useful / config.rl.groups_per_step))
         return Forecast(
             begun_s,
             num_midtrain * speeds.midtrain_step_s,
-            count_rl_steps(config, num_groups) * speeds.rl_step_s,
+            num_rl * speeds.rl_step_s,
             num_evaluations * speeds.evaluation_s,
         )
 
@@ -89,10 +94,6 @@ class Forecast:
         shown = ", ".join(f"{name} {number}" for name, number in rounded.items() if float(number))
         return f"about {self.total_s / size:.{digits}f} {unit}: {shown}"
 
-    def to_json(self) -> dict[str, float]:
-        """As the run's environment stores it."""
-        return asdict(self)
-
 
 def evaluation_sizes(
     settings: EvaluationConfig, num_heldout: int, *, has_other_families: bool, acting: Sequence[ActingTasks]
@@ -117,15 +118,6 @@ def with_validation(speeds: Speeds, config: RunConfig) -> Speeds:
     """Speeds with the validation sessions added to an RL step's time, at the pace of evaluations."""
     session_s = speeds.evaluation_s / (2 * config.evaluation.num_tasks)
     return replace(speeds, rl_step_s=speeds.rl_step_s + config.rl.validation_sessions * session_s)
-
-
-def count_rl_steps(config: RunConfig, num_groups: int | None) -> int:
-    """Expected number of RL steps: the configured one, or until a finite set of tasks is exhausted.
-    `num_groups`: of all its epochs; None for an endless source of tasks."""
-    if num_groups is None:
-        return config.rl.num_steps
-    useful = num_groups * config.plan.useful_share
-    return min(config.rl.num_steps, math.ceil(useful / config.rl.groups_per_step))
 
 
 def plan_steps(config: RunConfig, speeds: Speeds, begun_s: float, num_evaluations: float) -> RunConfig:
@@ -191,7 +183,8 @@ def _too_short(config: RunConfig, speeds: Speeds, whole: Forecast) -> ConfigErro
 
 def store_plan(run: RunDirectory, asked: RunConfig, planned: RunConfig) -> None:
     """Writes the planned steps into the run's configuration. `asked`: before they were planned."""
-    run.update_environment({"asked": _steps(asked)})
+    keys = {"midtrain.num_steps": asked.midtrain.num_steps, "rl.num_steps": asked.rl.num_steps}
+    run.update_environment({"asked": {"max_wall_s": asked.max_wall_s, **keys}})
     run.replace_config(with_steps(run.config, planned.midtrain.num_steps, planned.rl.num_steps))
 
 
@@ -216,11 +209,3 @@ def continue_plan(config: RunConfig, run: RunDirectory, *, has_begun: bool, is_p
     if asked is not None:
         return with_steps(config, stored.midtrain.num_steps, stored.rl.num_steps)
     return config.model_copy(update={"max_wall_s": 0.0}) if has_begun else config
-
-
-def _steps(config: RunConfig) -> dict[str, float]:
-    return {
-        "max_wall_s": config.max_wall_s,
-        "midtrain.num_steps": config.midtrain.num_steps,
-        "rl.num_steps": config.rl.num_steps,
-    }

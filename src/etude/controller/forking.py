@@ -6,6 +6,7 @@ trajectory --replay--> session after turn N -+-> sampled to its end with a model
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -14,7 +15,7 @@ from pathlib import Path
 from etude.agent import AgentSession, JournaledSession, run_session
 from etude.agent.tools.state import HARNESS_DIRECTORY
 from etude.controller.agent.folders import SessionFolder, sessions_directory
-from etude.controller.agent.models import ModelChoice, Policy, open_policy
+from etude.controller.agent.models import ModelChoice, open_policy
 from etude.controller.replaying import check_turn, open_environment_session, recorded_session
 from etude.controller.stored import Stored
 from etude.environment.fork_groups import renamed
@@ -22,7 +23,6 @@ from etude.environment.replay import Replay, Replayer, check_replayable, replay_
 from etude.environment.sessions import EnvironmentSession
 from etude.errors import ConfigError
 from etude.kit.durable import whole_directory
-from etude.protocols import Sampler
 from etude.records import Task, Trajectory
 
 
@@ -72,7 +72,7 @@ async def sample_fork(stored: Stored, fork: Fork) -> tuple[Trajectory, Replay]:
         key = (fork.seed, identity.group, identity.index, fork.turn)
         timings = await run_session(
             session,
-            _sampler_of(policy, fork.turn),
+            policy.sampler_for(lambda event: None, fork.turn) if policy.sampler_for else policy.sampler,
             env_session,
             f"{identity}+{fork.turn}",
             key,
@@ -92,7 +92,9 @@ async def sample_fork(stored: Stored, fork: Fork) -> tuple[Trajectory, Replay]:
                 "grade_s": env_session.grade_s,
             },
         )
-    return _with_identity(trajectory, fork.turn, outcome.verdict.passed), replay
+    renamed_id = replace(identity, run=f"{identity.run}+fork{fork.turn}")
+    facts = {"passed": outcome.verdict.passed, "forked_from": str(identity), "forked_at": fork.turn}
+    return renamed(trajectory, renamed_id, facts), replay
 
 
 async def create_session(stored: Stored, fork: Fork, directory: Path) -> ForkedSession:
@@ -111,11 +113,9 @@ async def create_session(stored: Stored, fork: Fork, directory: Path) -> ForkedS
         ):
             session = recorded_session(stored, task, policy.renderer)
             folder = SessionFolder.create(sessions_directory(), directory, choice, "ask")
-            journal = JournaledSession.create(folder.journal, session, env_session.context.state)
-            try:
+            made = JournaledSession.create(folder.journal, session, env_session.context.state)
+            with contextlib.closing(made) as journal:
                 replay = await _replay_to(stored, fork, session, env_session, journal)
-            finally:
-                journal.close()
             files = await _workspace_files(env_session, task)
         folder.update(test_paths=tuple(task.test_paths))
         folder.add_prompt(task.instruction, 0)
@@ -154,17 +154,6 @@ async def _replay_to(
             fix="fork it at an earlier turn",
         )
     return replay
-
-
-def _sampler_of(policy: Policy, turns: int) -> Sampler:
-    return policy.sampler_for(lambda event: None, turns) if policy.sampler_for else policy.sampler
-
-
-def _with_identity(trajectory: Trajectory, turn: int, passed: bool) -> Trajectory:
-    """The fork under an id of its own."""
-    identity = replace(trajectory.id, run=f"{trajectory.id.run}+fork{turn}")
-    facts = {"passed": passed, "forked_from": str(trajectory.id), "forked_at": turn}
-    return renamed(trajectory, identity, facts)
 
 
 def _check_directory(directory: Path) -> Path:

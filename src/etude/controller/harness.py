@@ -35,49 +35,40 @@ async def open_environment(
     limits: EpisodeLimits,
     keep_routes: KeepRoutes,
 ) -> AsyncIterator[TimedEpisodeRunner]:
-    """Opens a run's player in this process; closes it and the backend at exit. Raises as `check_harness`."""
+    """Opens a run's player in this process, for a foreign agent with its endpoint; closes it and the backend
+    at exit. Raises as `check_harness`."""
+    harness, reward = config.agent.harness, config.rl.reward
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(backend.close)
-        if config.agent.harness.command:
-            yield await _open_harness(stack, config, backend, tokenizer, limits, keep_routes)
-        else:
+        if not harness.command:
             environment = Environment.of_run(config, tokenizer, backend, limits, keep_routes)
             stack.push_async_callback(environment.close)
             yield environment
+            return
+        # They import FastAPI, which other runs do not need.
+        from etude.environment.harness import HarnessEnvironment
+        from etude.environment.recording import LiveSessions, MapLimits, RecordingLimits
+        from etude.environment.recording.server import build_app
+        from etude.serving.process import served
 
-
-async def _open_harness(
-    stack: contextlib.AsyncExitStack,
-    config: RunConfig,
-    backend: SandboxBackend,
-    tokenizer: Tokenizer,
-    limits: EpisodeLimits,
-    keep_routes: KeepRoutes,
-) -> TimedEpisodeRunner:
-    """The player for a foreign agent, with its endpoint, which `stack` closes."""
-    # They import FastAPI, which other runs do not need.
-    from etude.environment.harness import HarnessEnvironment
-    from etude.environment.recording import LiveSessions, MapLimits, RecordingLimits
-    from etude.environment.recording.server import build_app
-    from etude.serving.process import served
-
-    assert isinstance(backend, MachineBackend), "so RunConfig wants it"
-    harness, reward = config.agent.harness, config.rl.reward
-    _show_directory(harness, backend)
-    map_limits = MapLimits(limits.session.max_tokens)
-    if limits.session.max_session_tokens:
-        map_limits = replace(map_limits, max_session_tokens=limits.session.max_session_tokens)
-    renderer = open_renderer(tokenizer, config.agent)
-    renderers = agent_format(tokenizer, config.agent).renderers()
-    body_bytes = _BODY_BYTES + map_limits.max_context_tokens * _BYTES_PER_TOKEN
-    allowed = RecordingLimits(body_bytes, requests_per_session=_REQUESTS, session=map_limits)
-    sessions = LiveSessions(renderers, allowed)
-    url, reach = await stack.enter_async_context(served(build_app(sessions))), tuple[str, ...]()
-    if backend.capabilities().network:
-        backend.own_server = urlsplit(url).netloc
-        stack.callback(setattr, backend, "own_server", "")
-        url, reach = OWN_URL, (backend.own_server,)
-    return HarnessEnvironment(backend, renderer, limits, reward, keep_routes, harness, sessions, url, reach)
+        assert isinstance(backend, MachineBackend), "so RunConfig wants it"
+        _show_directory(harness, backend)
+        map_limits = MapLimits(limits.session.max_tokens)
+        if limits.session.max_session_tokens:
+            map_limits = replace(map_limits, max_session_tokens=limits.session.max_session_tokens)
+        renderer = open_renderer(tokenizer, config.agent)
+        renderers = agent_format(tokenizer, config.agent).renderers()
+        body_bytes = _BODY_BYTES + map_limits.max_context_tokens * _BYTES_PER_TOKEN
+        allowed = RecordingLimits(body_bytes, requests_per_session=_REQUESTS, session=map_limits)
+        sessions = LiveSessions(renderers, allowed)
+        url, reach = await stack.enter_async_context(served(build_app(sessions))), tuple[str, ...]()
+        if backend.capabilities().network:
+            backend.own_server = urlsplit(url).netloc
+            stack.callback(setattr, backend, "own_server", "")
+            url, reach = OWN_URL, (backend.own_server,)
+        yield HarnessEnvironment(
+            backend, renderer, limits, reward, keep_routes, harness, sessions, url, reach
+        )
 
 
 def check_harness(config: RunConfig) -> None:

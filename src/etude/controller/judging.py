@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from etude.config import RunConfig
@@ -66,22 +67,19 @@ def add_stage_time(report: dict[str, Any], name: str, seconds: float) -> None:
     stages[name] = stages.get(name, 0.0) + seconds
 
 
+@dataclass(frozen=True, slots=True)
 class Judging:
     """Evaluations of one process of a run. Adds their results to the run's report."""
 
-    def __init__(
-        self,
-        config: RunConfig,
-        run: RunDirectory,
-        metrics: MetricSink,
-        observer: Observer,
-        stop: StopSignal,
-        report: dict[str, Any],
-    ) -> None:
-        """`config`: resolved. `stop`: the run's clock. `report`: changed in place; some methods write it."""
-        self._config, self._run = config, run
-        self._metrics, self._observer = metrics, observer
-        self._stop, self._report = stop, report
+    config: RunConfig
+    """Resolved."""
+    run: RunDirectory
+    metrics: MetricSink
+    observer: Observer
+    stop: StopSignal
+    """The run's clock."""
+    report: dict[str, Any]
+    """Changed in place; some methods write it."""
 
     async def judge(
         self, tasks: Sequence[Task], name: str, parts: Parts, num_repeated: int = 0
@@ -90,16 +88,16 @@ class Judging:
 
         Raises InfrastructureError if most sessions failed.
         """
-        num_samples, num_repeated = self._config.evaluation.num_samples, min(num_repeated, len(tasks))
+        num_samples, num_repeated = self.config.evaluation.num_samples, min(num_repeated, len(tasks))
         num_sessions = 2 * len(tasks) + (num_samples - 1) * num_repeated
         with self._show_stage(f"evaluation {name.replace('_', ' ')}", num_sessions) as on_end:
             evaluation = await evaluate_policy(
                 parts.environment,
                 parts.service,
                 tasks,
-                f"{self._config.name}-{name}",
-                self._config.seed,
-                self._config.engine.num_slots,
+                f"{self.config.name}-{name}",
+                self.config.seed,
+                self.config.engine.num_slots,
                 num_samples,
                 num_repeated,
                 on_end,
@@ -107,20 +105,20 @@ class Judging:
             values = {
                 "pass_rate": evaluation.sampled["pass_rate"],
                 "greedy": evaluation.greedy["pass_rate"],
-                "wall_s": self._stop.elapsed_s,
+                "wall_s": self.stop.elapsed_s,
             }
             version = parts.service.current()
-            self._metrics.write("evaluation", version.step if version else 0, {**values, "split": name})
-            self._observer.stage_advances(num_sessions, values)
+            self.metrics.write("evaluation", version.step if version else 0, {**values, "split": name})
+            self.observer.stage_advances(num_sessions, values)
         return evaluation
 
     @contextlib.contextmanager
     def _show_stage(self, title: str, num_sessions: int) -> Iterator[OnEnd]:
         """Shows a stage, adds its time to the report; yields the callback for each session that ends."""
-        began, counted = self._stop.elapsed_s, itertools.count(1)
-        with show_stage(self._observer, title, num_sessions, "session") as advance:
+        began, counted = self.stop.elapsed_s, itertools.count(1)
+        with show_stage(self.observer, title, num_sessions, "session") as advance:
             yield lambda trajectory: advance(next(counted))
-        add_stage_time(self._report, "evaluation_s", self._stop.elapsed_s - began)
+        add_stage_time(self.report, "evaluation_s", self.stop.elapsed_s - began)
 
     async def judge_before(
         self,
@@ -132,44 +130,44 @@ class Judging:
     ) -> None:
         """Evaluates the mid-trained model and writes the report; skips what an earlier process has done.
         `others`: tasks of families that are never trained on."""
-        judged = self._report.get("families", {})
+        judged = self.report.get("families", {})
         lacks_families = any("before" not in judged.get(kind.name, {}) for kind in family.acting)
-        if "heldout_before" in self._report and not lacks_families:
+        if "heldout_before" in self.report and not lacks_families:
             return
         manifest = await trainer.call(Trainer.publish)
         await parts.service.stage(manifest)
         await parts.service.activate(manifest.version)
-        if "heldout_before" not in self._report:
+        if "heldout_before" not in self.report:
             await self._judge_heldout_before(tasks, others, parts)
         await self.judge_families(family, "before", parts)
 
     async def _judge_heldout_before(
         self, tasks: Sequence[Task], others: Sequence[Task], parts: Parts
     ) -> None:
-        evaluation = await self.judge(tasks, "before", parts, self._config.evaluation.num_repeated_tasks)
+        evaluation = await self.judge(tasks, "before", parts, self.config.evaluation.num_repeated_tasks)
         if others:
             judged = await self.judge(others, "family_before", parts)
-            self._report["heldout_family_before"] = judged.to_json()
-        self._report |= _figures(evaluation, "before")
+            self.report["heldout_family_before"] = judged.to_json()
+        self.report.update(_figures(evaluation, "before"))
         sessions = list(zip(tasks, evaluation.trajectories, strict=True))
         texts = {task.id: session_text(session) for task, session in sessions}
         passed = {task.id: bool(session.facts.get("passed")) for task, session in sessions}
-        write_json(self._run.path / SESSIONS_BEFORE, {"texts": texts, "passed": passed})
-        self._run.write_report(self._report)
+        write_json(self.run.path / SESSIONS_BEFORE, {"texts": texts, "passed": passed})
+        self.run.write_report(self.report)
 
     async def judge_families(self, family: TaskFamily, when: str, parts: Parts) -> None:
         """Evaluates the families that only acting solves, and writes the report; skips what an earlier
         process has done. `when`: "before" or "after" reinforcement learning."""
-        settings, slots = self._config.evaluation, self._config.engine.num_slots
-        found: dict[str, dict[str, Any]] = self._report.setdefault("families", {}) if family.acting else {}
+        settings, slots = self.config.evaluation, self.config.engine.num_slots
+        found: dict[str, dict[str, Any]] = self.report.setdefault("families", {}) if family.acting else {}
         for kind in family.acting:
             name = kind.name
             sides = found.setdefault(name, {})
             if when in sides:
                 continue
             tasks = family.evaluation_tasks(f"{name}_heldout", settings.num_acting_tasks)
-            label, playing = f"{self._config.name}-{name}-{when}", (parts.environment, parts.service)
-            seed, samples = self._config.seed, settings.num_samples
+            label, playing = f"{self.config.name}-{name}-{when}", (parts.environment, parts.service)
+            seed, samples = self.config.seed, settings.num_samples
             num_sessions = len(tasks) * (1 + samples + (MASKED_SAMPLES if kind.mask is not None else 0))
             with self._show_stage(f"evaluation {name} {when}", num_sessions) as on_end:
                 sides[when] = await evaluate_family(*playing, tasks, label, seed, slots, samples, on_end)
@@ -179,24 +177,26 @@ class Judging:
                         *playing, masked, kind.ceiling, f"{label}-masked", seed, slots, on_end
                     )
                 rate = sides[when]["sampled"]["pass_rate"]
-                self._observer.stage_advances(num_sessions, {"pass_rate": rate})
-        self._run.write_report(self._report)
+                self.observer.stage_advances(num_sessions, {"pass_rate": rate})
+        self.run.write_report(self.report)
 
     def finish(self, tasks: Sequence[Task], after: Evaluation, family: Evaluation | None) -> None:
         """Writes the report with the trained model's figures, and examples of its sessions. `family`: results
         on tasks of families that were never trained on."""
-        self._report |= {
-            "name": self._config.name,
-            "seed": self._config.seed,
-            "wall_s": self._stop.elapsed_s,
-            **_figures(after, "after"),
-            **self._run.origin,
-        }
+        self.report.update(
+            {
+                "name": self.config.name,
+                "seed": self.config.seed,
+                "wall_s": self.stop.elapsed_s,
+                **_figures(after, "after"),
+                **self.run.origin,
+            }
+        )
         if family is not None:
-            self._report["heldout_family_after"] = family.to_json()
-        write_json(self._run.report_file, self._report)
-        before = self._run.read_json(self._run.path / SESSIONS_BEFORE)
-        write_json(self._run.examples_file, choose_examples(tasks, before, after))
+            self.report["heldout_family_after"] = family.to_json()
+        write_json(self.run.report_file, self.report)
+        before = self.run.read_json(self.run.path / SESSIONS_BEFORE)
+        write_json(self.run.examples_file, choose_examples(tasks, before, after))
 
 
 def _figures(evaluation: Evaluation, when: str) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from etude.config import MixtureConfig, PretrainConfig, RunConfig, StageConfig
+from etude.config import MixtureConfig, PretrainConfig, RunConfig
 from etude.controller.compute import place_model, resolve_compute
 from etude.controller.evaluate import FINAL
 from etude.controller.models import open_model as open_initial
@@ -20,7 +20,8 @@ from etude.controller.next_token import AnyNextTokenTrainer, open_next_token_tra
 from etude.controller.stages import Figures, StageRunner
 from etude.controller.stopping import StopSignal
 from etude.controller.thread_choice import ThreadChoice
-from etude.controller.train import LATEST, OFFENDING, InterruptedRunError
+from etude.controller.train import InterruptedRunError
+from etude.controller.training_part import LATEST, OFFENDING
 from etude.errors import ConfigError
 from etude.kit.durable import write_json
 from etude.model import DraftLayers, LanguageModel, build_model
@@ -47,21 +48,6 @@ Heldout = Mapping[str, Mapping[str, Sequence[Document]]]
 
 
 @dataclass(frozen=True, slots=True)
-class Learner:
-    """The trained model with its tokenizer and draft layers."""
-
-    tokenizer: Tokenizer
-    model: LanguageModel
-    drafts: DraftLayers | None
-
-    @staticmethod
-    def open(config: RunConfig, section: MixtureConfig, tokenizer: Tokenizer) -> Learner:
-        """The initial model and draft layers. Raises as `open_model` and `open_drafts`."""
-        model = open_model(config, section, tokenizer)
-        return Learner(tokenizer, model, open_drafts(config, section, model))
-
-
-@dataclass(frozen=True, slots=True)
 class StageContext:
     """A stage's run in this process, from start or resumption to its end."""
 
@@ -72,23 +58,34 @@ class StageContext:
     stop: StopSignal
     metrics: MetricSink
     report: dict[str, Any]
+    newest: Path | None
+    """The checkpoint to continue from."""
 
     @property
     def section(self) -> MixtureConfig:
         """The stage's settings."""
         return self.config.pretrain if self.stage == "pretrain" else self.config.sft
 
-    def mix(self, sources: Sequence[Source], window: int) -> Mixture:
-        """The mixture of these sources."""
-        section = self.section
-        return Mixture(sources, section.tokens_per_step, section.pool_tokens, window, self.config.seed)
+    def train(
+        self,
+        tokenizer: Tokenizer,
+        model: LanguageModel,
+        sources: Sequence[Source],
+        heldout: Callable[[int], Heldout],
+    ) -> dict[str, Any]:
+        """Trains to the end of the stage on a mixture of `sources`, and returns the report. `heldout`:
+        held-out documents for a window.
 
-    def train(self, learner: Learner, mixture: Mixture, heldout: Callable[[int], Heldout]) -> dict[str, Any]:
-        """Trains to the end of the stage and returns the report. `heldout`: held-out documents for a window.
-
-        Raises InterruptedRunError after Ctrl-C or SIGTERM, with the state saved.
+        Raises InterruptedRunError after Ctrl-C or SIGTERM, with the state saved; ConfigError for draft layers
+        that do not fit the checkpoint.
         """
-        return _Training(self, learner, mixture, heldout).execute()
+        config, section, window = self.config, self.section, window_of(model, self.config)
+        drafts = open_drafts(config, section, model)
+        mixture = Mixture(sources, section.tokens_per_step, section.pool_tokens, window, config.seed)
+        training = None if drafts is None else DraftTraining(drafts, section.drafts)
+        offending = self.run.path / OFFENDING
+        with open_next_token_trainer(model, mixture, section, config, training, offending) as trainer:
+            return _Training(self, tokenizer, model, drafts, mixture, heldout, trainer).run()
 
 
 def run_stage(
@@ -105,100 +102,105 @@ def run_stage(
         if report.get("complete"):
             observer.say("the run has already finished")
             return report
-        with JsonlSink(run.metrics_file) as metrics, open_stop(config, run, metrics, observer) as stop:
-            config = resolve_compute(run, resolve(config), observer)
-            return train(StageContext(config, stage, run, observer, stop, metrics, report))
+        with JsonlSink(run.metrics_file) as metrics:
+            newest = find_resumable(run.checkpoints / LATEST, metrics, observer)
+            state = (read_state(newest) or {}) if newest is not None else {}
+            own = newest if state.get("stage") == stage else None
+            # Earlier processes' wall time counts, as of the last checkpoint.
+            elapsed_s = float(state.get("elapsed_s", 0.0))
+            state.clear()  # it maps a file that will be replaced
+            with StopSignal(observer, config.max_wall_s, elapsed_s) as stop:
+                config = resolve_compute(run, resolve(config), observer)
+                return train(StageContext(config, stage, run, observer, stop, metrics, report, own))
 
 
+@dataclass(frozen=True, slots=True)
 class _Training:
     """The stage of one process."""
 
-    def __init__(
-        self, context: StageContext, learner: Learner, mixture: Mixture, heldout: Callable[[int], Heldout]
-    ) -> None:
-        self.config, self.section, self.stage = context.config, context.section, context.stage
-        self.run, self.observer, self.stop = context.run, context.observer, context.stop
-        self.metrics, self.report = context.metrics, context.report
-        self.tokenizer, self.model, self.drafts = learner.tokenizer, learner.model, learner.drafts
-        self.mixture, self.heldout = mixture, heldout
+    context: StageContext
+    tokenizer: Tokenizer
+    model: LanguageModel
+    drafts: DraftLayers | None
+    mixture: Mixture
+    heldout: Callable[[int], Heldout]
+    trainer: AnyNextTokenTrainer
 
-    def execute(self) -> dict[str, Any]:
-        drafts = None if self.drafts is None else DraftTraining(self.drafts, self.section.drafts)
-        offending = self.run.path / OFFENDING
-        opened = open_next_token_trainer(
-            self.model, self.mixture, self.section, self.config, drafts, offending
-        )
-        with opened as trainer:
-            return self._train(trainer)
-
-    def _train(self, trainer: AnyNextTokenTrainer) -> dict[str, Any]:
-        title = "pre-training" if self.stage == "pretrain" else "fine-tuning"
+    def run(self) -> dict[str, Any]:
+        context, section, trainer = self.context, self.context.section, self.trainer
+        title = "pre-training" if context.stage == "pretrain" else "fine-tuning"
         runner = StageRunner(
-            self.stage,
+            context.stage,
             title,
-            self.config.checkpoint,
-            self.run.checkpoints / LATEST,
-            self.stop,
-            self.metrics,
-            self.observer,
+            context.config.checkpoint,
+            context.run.checkpoints / LATEST,
+            context.stop,
+            context.metrics,
+            context.observer,
             _shown,
-            ThreadChoice(self.config, self.model, title, self.observer.say),
+            ThreadChoice(context.config, self.model, title, context.observer.say),
         )
-        if not runner.restore(trainer):
-            self._enter_stages(trainer, 0)
-        if "heldout_before" not in self.report:
-            self.report["heldout_before"] = self._measure(trainer)
-            self.run.write_report(self.report)
+        if context.newest is not None:
+            trainer.restore(context.newest)
+        else:
+            self._enter_stages(0)
+        if "heldout_before" not in context.report:
+            context.report["heldout_before"] = self._measure()
+            context.run.write_report(context.report)
 
         def after_step(step: int) -> None:
-            every = self.section.heldout_every_steps
-            if every and step % every == 0 and step < self.section.num_steps:
-                self._measure(trainer)
-            self._enter_stages(trainer, step)
+            every = section.heldout_every_steps
+            if every and step % every == 0 and step < section.num_steps:
+                self._measure()
+            self._enter_stages(step)
 
-        if not runner.run(trainer, self.section.num_steps, after_step):
-            raise InterruptedRunError(f"resume with: etude {self.stage} --resume --name {self.run.name}")
-        return self._finish(trainer)
-
-    def _finish(self, trainer: AnyNextTokenTrainer) -> dict[str, Any]:
-        mixture = self.mixture
-        if mixture.exhausted and trainer.num_steps_taken < self.section.num_steps:
-            self.observer.say(f"all sources are exhausted after {trainer.num_steps_taken} steps")
-        self.report |= {
-            "name": self.run.name,
-            "stage": self.stage,
-            "steps": trainer.num_steps_taken,
-            "exhausted": mixture.exhausted,
-            "window": self.model.config.max_positions if isinstance(self.model, LanguageModel) else None,
-            "wall_s": self.stop.elapsed_s,
-            "heldout_after": self._measure(trainer),
-            "sources": _describe_accounts(mixture),
-        }
-        whole = trainer.whole_model()
-        if self.drafts is not None:
-            self.report["acceptance"] = self._measure_acceptance(
-                whole.to(device_of(self.drafts)), self.drafts
+        if not runner.run(trainer, section.num_steps, after_step):
+            raise InterruptedRunError(
+                f"resume with: etude {context.stage} --resume --name {context.run.name}"
             )
-        self.report |= self.run.origin
-        save_checkpoint(self.run.checkpoints / FINAL, whole, write_more=self._write_beside)
-        write_json(self.run.report_file, {**self.report, "complete": True})
-        return self.report
+        self._finish()
+        return context.report
+
+    def _finish(self) -> None:
+        """Saves the model and completes the report."""
+        run, report = self.context.run, self.context.report
+        num_steps, exhausted = self.trainer.num_steps_taken, self.mixture.exhausted
+        if exhausted and num_steps < self.context.section.num_steps:
+            self.context.observer.say(f"all sources are exhausted after {num_steps} steps")
+        report |= {
+            "name": run.name,
+            "stage": self.context.stage,
+            "steps": num_steps,
+            "exhausted": exhausted,
+            "window": self.model.config.max_positions if isinstance(self.model, LanguageModel) else None,
+            "wall_s": self.context.stop.elapsed_s,
+            "heldout_after": self._measure(),
+            "sources": _describe_accounts(self.mixture),
+        }
+        whole = self.trainer.whole_model()
+        if self.drafts is not None:
+            report["acceptance"] = self._measure_acceptance(whole.to(device_of(self.drafts)), self.drafts)
+        report |= run.origin
+        save_checkpoint(run.checkpoints / FINAL, whole, write_more=self._write_beside)
+        write_json(run.report_file, {**report, "complete": True})
 
     def _write_beside(self, directory: Path) -> None:
         self.tokenizer.save(directory)
         if self.drafts is not None:
             add_draft_layers(self.drafts, directory)
 
-    def _measure(self, trainer: AnyNextTokenTrainer) -> dict[str, dict[str, float]]:
+    def _measure(self) -> dict[str, dict[str, float]]:
         """Held-out losses in nats per token, by source. Only finite ones are returned, for the report's JSON;
         the metric rows have all."""
         measured: dict[str, dict[str, float]] = {}
         for name, kinds in self.heldout(self._window).items():
-            losses = {kind: trainer.evaluate(documents) for kind, documents in kinds.items() if documents}
+            losses = {
+                kind: self.trainer.evaluate(documents) for kind, documents in kinds.items() if documents
+            }
             if losses:
                 measured[name] = {kind: loss for kind, loss in losses.items() if math.isfinite(loss)}
-                row = {"name": name, **losses, "window": self._window, "wall_s": self.stop.elapsed_s}
-                self.metrics.write(HELDOUT, trainer.num_steps_taken, row)
+                row = {"name": name, **losses, "window": self._window, "wall_s": self.context.stop.elapsed_s}
+                self.context.metrics.write(HELDOUT, self.trainer.num_steps_taken, row)
         return measured
 
     def _measure_acceptance(
@@ -213,19 +215,16 @@ class _Training:
 
     @property
     def _window(self) -> int:
-        return window_of(self.model, self.config)
+        return window_of(self.model, self.context.config)
 
-    @property
-    def _stages(self) -> Mapping[str, StageConfig]:
-        return self.section.stages if isinstance(self.section, PretrainConfig) else {}
-
-    def _enter_stages(self, trainer: AnyNextTokenTrainer, step: int) -> None:
+    def _enter_stages(self, step: int) -> None:
         """Sets the window of model and mixture, if a stage begins with `step`."""
-        for name, stage in self._stages.items():
+        section = self.context.section
+        for name, stage in section.stages.items() if isinstance(section, PretrainConfig) else ():
             if stage.from_step == step:
-                trainer.set_context(extended(self.model.config, stage))
+                self.trainer.set_context(extended(self.model.config, stage))
                 self.mixture.set_window(stage.window)
-                self.observer.say(f"stage {name}: a window of {stage.window} tokens")
+                self.context.observer.say(f"stage {name}: a window of {stage.window} tokens")
 
 
 def window_of(model: LanguageModel, config: RunConfig) -> int:
@@ -280,16 +279,18 @@ def open_drafts(config: RunConfig, section: MixtureConfig, model: LanguageModel)
     return place_model(drafts, config)
 
 
-def check_ranks(config: RunConfig, section: MixtureConfig) -> None:
-    """Raises ConfigError for settings that training on several ranks does not support."""
+def resolve(config: RunConfig) -> RunConfig:
+    """The configuration with the model of `initial_checkpoint`. Raises ConfigError, also for settings that
+    training on several ranks does not support, and CheckpointError."""
     parallel, initial = config.parallel, config.initial_checkpoint
-    if section.drafts.num_layers and parallel.replicate != parallel.ranks:
-        raise ConfigError(
-            "draft layers need a whole copy of the model in each process",
-            field="drafts.num_layers",
-            received=section.drafts.num_layers,
-            fix="set parallel.fsdp, parallel.expert, parallel.context and parallel.tensor to 1",
-        )
+    for section in (config.pretrain, config.sft):
+        if section.drafts.num_layers and parallel.replicate != parallel.ranks:
+            raise ConfigError(
+                "draft layers need a whole copy of the model in each process",
+                field="drafts.num_layers",
+                received=section.drafts.num_layers,
+                fix="set parallel.fsdp, parallel.expert, parallel.context and parallel.tensor to 1",
+            )
     if parallel.ranks > 1 and initial is not None and read_architecture(Path(initial)) is None:
         raise ConfigError(
             "several ranks can train only an architecture that Étude implements",
@@ -297,29 +298,15 @@ def check_ranks(config: RunConfig, section: MixtureConfig) -> None:
             received=parallel.ranks,
             fix="train other architectures in one process",
         )
-
-
-def resolve(config: RunConfig) -> RunConfig:
-    """The configuration with the model of `initial_checkpoint`. Raises ConfigError, CheckpointError."""
-    for section in (config.pretrain, config.sft):
-        check_ranks(config, section)
     return resolve_model(config, samples=False)
-
-
-def open_stop(config: RunConfig, run: RunDirectory, metrics: MetricSink, observer: Observer) -> StopSignal:
-    """The stop signal of this process; earlier processes' wall time counts, as of the last checkpoint."""
-    newest = find_resumable(run.checkpoints / LATEST, metrics, observer)
-    state = read_state(newest) if newest is not None else None
-    return StopSignal(observer, config.max_wall_s, float((state or {}).get("elapsed_s", 0.0)))
 
 
 def _describe_accounts(mixture: Mixture) -> dict[str, dict[str, Any]]:
     """The mixture's accounts with keys that survive JSON."""
-    described: dict[str, dict[str, Any]] = {}
-    for name, account in mixture.accounts().items():
-        times = {str(count): number for count, number in account.times_seen.items()}
-        described[name] = {**asdict(account), "times_seen": times}
-    return described
+    return {
+        name: {**asdict(account), "times_seen": {str(k): number for k, number in account.times_seen.items()}}
+        for name, account in mixture.accounts().items()
+    }
 
 
 def _shown(values: Figures) -> Figures:

@@ -147,17 +147,19 @@ def check_routing(config: RunConfig, model: AnyModel) -> None:
 
 def _check_sampled(config: RunConfig, directory: Path) -> None:
     """Raises ConfigError unless vLLM samples a foreign architecture, and no other clusters do."""
-    if config.engine.backend != "vllm":
-        raise ConfigError(
-            f"needs an architecture that Étude implements, unlike that of {directory.name}",
-            field="engine.backend",
-            received=config.engine.backend,
-            fix='set it to "vllm": such models train through transformers and sample through vLLM',
-        )
-    if config.clusters.listen:
-        raise ConfigError(
-            f"needs an architecture that Étude implements, unlike that of {directory.name}",
-            field="clusters.listen",
-            received=config.clusters.listen,
-            fix="leave it out",
-        )
+    for is_wrong, field, received, fix in (
+        (
+            config.engine.backend != "vllm",
+            "engine.backend",
+            config.engine.backend,
+            'set it to "vllm": such models train through transformers and sample through vLLM',
+        ),
+        (config.clusters.listen, "clusters.listen", config.clusters.listen, "leave it out"),
+    ):
+        if is_wrong:
+            raise ConfigError(
+                f"needs an architecture that Étude implements, unlike that of {directory.name}",
+                field=field,
+                received=received,
+                fix=fix,
+            )

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,34 +27,24 @@ if TYPE_CHECKING:
     from etude.training.parallel.mesh_ranks import MeshRanks
 
 
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    """Settings from which every rank makes its trainer."""
-
-    model: ModelPlan
-    config: NextTokenConfig
-    drafts: DraftTraining | None
-    """Sent to every rank by the first."""
-    offending: Path
-    asynchronous: bool
-
-
 class NextTokenRank(Rank[NextTokenTrainer]):
     """One rank's trainer: it trains on the batches that the first rank draws."""
 
     def __init__(
         self,
         ranks: MeshRanks,
-        plan: _Plan,
-        model: FirstRankOnly[LanguageModel],
+        plan: ModelPlan,
         batches: FirstRankOnly[Batches],
+        config: NextTokenConfig,
+        drafts: DraftTraining | None,
+        offending: Path,
+        asynchronous: bool,
     ) -> None:
-        """`model` and `batches`: the first rank's; the others have none."""
-        own = plan.model.place(model, ranks)
-        keep = plan.config.optimizer.keep_offending
-        offending = OffendingBatches(plan.offending, keep, ranks.peers.rank)
-        trainer = NextTokenTrainer(own, batches.value, plan.config, plan.drafts, ranks, offending)
-        super().__init__(trainer, asynchronous=plan.asynchronous)
+        """`drafts`: sent to every rank by the first."""
+        own = plan.place(ranks)
+        kept = OffendingBatches(offending, config.optimizer.keep_offending, ranks.peers.rank)
+        trainer = NextTokenTrainer(own, batches.value, config, drafts, ranks, kept)
+        super().__init__(trainer, asynchronous=asynchronous)
 
 
 class RankedNextTokenTrainer(Ranked[NextTokenTrainer, NextTokenRank]):
@@ -73,13 +62,8 @@ class RankedNextTokenTrainer(Ranked[NextTokenTrainer, NextTokenRank]):
     ) -> None:
         """Shards `model` in place: it becomes the first rank's shard. Raises ConfigError if it cannot."""
         self._batches = batches
-        plan = _Plan(ModelPlan.of(model), config, drafts, offending, run.checkpoint.asynchronous)
-        super().__init__(team, team.make(NextTokenRank, plan, FirstRankOnly(model), FirstRankOnly(batches)))
-
-    @property
-    def model(self) -> LanguageModel:
-        """The first rank's shard: its weights are a part, its configuration is complete."""
-        return self.trainer.model
+        arguments = FirstRankOnly(batches), config, drafts, offending, run.checkpoint.asynchronous
+        super().__init__(team, team.make(NextTokenRank, ModelPlan.of(model), *arguments))
 
     @property
     def num_steps_taken(self) -> int:

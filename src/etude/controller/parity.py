@@ -86,7 +86,11 @@ class ParityGate:
                 received=f"{trainer[0].version}; serving {version}",
             )
         figures = compare_logprobs([s.logprobs for s in trainer], [s.logprobs for s in engine])
-        self._record_worst(figures)
+        for name in ("k3", "p99", "max"):
+            value = getattr(figures, name)
+            if math.isfinite(value):  # the report's JSON has no other numbers; `failed` counts such checks
+                self.worst[name] = max(value, self.worst.get(name, 0.0))
+        self.worst["checks"] = self.worst.get("checks", 0.0) + 1
         return figures
 
     def judge(self, figures: ParityFigures, version: PolicyVersion) -> None:
@@ -133,10 +137,3 @@ class ParityGate:
 
     def _choose(self, candidates: Sequence[NDArray[np.int32]]) -> list[NDArray[np.int32]]:
         return choose_sequences(candidates, self._config.num_sequences, self._config.max_tokens)
-
-    def _record_worst(self, figures: ParityFigures) -> None:
-        for name in ("k3", "p99", "max"):
-            value = getattr(figures, name)
-            if math.isfinite(value):  # the report's JSON has no other numbers; `failed` counts such checks
-                self.worst[name] = max(value, self.worst.get(name, 0.0))
-        self.worst["checks"] = self.worst.get("checks", 0.0) + 1

@@ -30,9 +30,6 @@ from etude.tokens.tokenizer import Tokenizer
 from etude.weights import WeightPublisher, open_weights
 from etude.weights.opening import WeightFetcher
 
-Service = LocalService | EngineFleet
-"""A Sampler and a WeightSink."""
-
 
 @dataclass(frozen=True, slots=True)
 class Parts:
@@ -41,7 +38,8 @@ class Parts:
     renderer: Renderer
     blobs: Blobs
     weights: WeightPublisher
-    service: Service
+    service: LocalService | EngineFleet
+    """A Sampler and a WeightSink."""
     environment: TimedEpisodeRunner
 
 

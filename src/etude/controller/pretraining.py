@@ -13,14 +13,7 @@ from etude.controller.corpora import (
     open_sources,
     open_tokenizer,
 )
-from etude.controller.mixtures import (
-    Heldout,
-    Learner,
-    StageContext,
-    resolve,
-    run_stage,
-    window_of,
-)
+from etude.controller.mixtures import Heldout, StageContext, open_model, resolve, run_stage
 from etude.controller.stored import RUN_TOKENIZER
 from etude.observe import Observer, RunDirectory
 from etude.tokens.tokenizer import Tokenizer
@@ -49,10 +42,9 @@ def _pretrain(context: StageContext) -> dict[str, Any]:
     with context.stop.preparing():
         tokenizer = open_tokenizer(config, context.run.path / RUN_TOKENIZER, files, observer)
         sources = open_sources(files, tokenizer, section, observer)
-    learner = Learner.open(config, section, tokenizer)
-    mixture = context.mix(sources, window_of(learner.model, config))
+    model = open_model(config, section, tokenizer)
     return context.train(
-        learner, mixture, lambda window: _heldout(sources, tokenizer, window, section.heldout_tokens)
+        tokenizer, model, sources, lambda window: _heldout(sources, tokenizer, window, section.heldout_tokens)
     )
 
 

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from etude.agent import open_renderer
 from etude.config import FeedbackConfig, RunConfig, WeightsConfig
+from etude.controller.arrangement import plays_itself
 from etude.controller.compute import choose_device, use_numerics, use_sampling_threads
 from etude.controller.engines import serve_model
 from etude.controller.families import Messages, TaskFamily
@@ -70,10 +71,8 @@ _NAME = "probe"
 def can_probe(config: RunConfig) -> bool:
     """Whether a probe can forecast the run: one process on a CPU, with Étude's own engine and agent."""
     alone = config.executor == "local" and config.parallel.ranks == 1 and not config.colocated
-    elsewhere = config.clusters.listen or config.elastic.router or config.engine.backend != "etude"
-    elsewhere = elsewhere or config.agent.harness.command
     on_cpu = config.device != "cuda" and choose_device(config.device, config.numerics) == "cpu"
-    return on_cpu and alone and not elsewhere
+    return on_cpu and alone and plays_itself(config)
 
 
 def probe_speeds(
@@ -200,9 +199,9 @@ def _without_side_effects(config: RunConfig) -> RunConfig:
 
 
 def _half_solved(group: Group) -> Group:
-    rewards = [RewardBreakdown(float(index % 2)) for index in range(len(group.members))]
-    pairs = zip(group.members, rewards, strict=True)
-    return replace(group, members=tuple(replace(member, reward=reward) for member, reward in pairs))
+    members = enumerate(group.members)
+    rewarded = (replace(member, reward=RewardBreakdown(float(index % 2))) for index, member in members)
+    return replace(group, members=tuple(rewarded))
 
 
 class ScriptedSampler:

@@ -27,8 +27,6 @@ from etude.protocols import Handle, KvPolicy, Trainer, WeightSink
 from etude.records import PolicyVersion
 
 T = TypeVar("T")
-InService = Callable[[int], None]
-"""Callback with the step of the weights that are now in service."""
 
 PARITY_KIND = "parity"
 KIND = "publication"
@@ -54,7 +52,7 @@ class Publication:
         trainer: Handle[Trainer],
         sink: WeightSink,
         gate: ParityGate | None,
-        in_service: InService,
+        in_service: Callable[[int], None],
         metrics: MetricSink,
         observer: Observer,
         utilisation: Utilisation,
@@ -63,9 +61,9 @@ class Publication:
         clock: Callable[[], float],
         overlap: bool,
     ) -> None:
-        """`gate`: checks each publication. `observer`: reports failed publications. `kv`: what to do with
-        running sessions' keys and values. `wall_s`: wall time of the run, for its metrics. `clock`: in
-        seconds, for metrics only."""
+        """`gate`: checks each publication. `in_service`: called with the step of the weights that are now in
+        service. `observer`: reports failed publications. `kv`: what to do with running sessions' keys and
+        values. `wall_s`: wall time of the run, for its metrics. `clock`: in seconds, for metrics only."""
         self._trainer, self._sink, self._gate = trainer, sink, gate
         self._in_service = in_service
         self._metrics, self._observer, self._utilisation = metrics, observer, utilisation
@@ -82,9 +80,8 @@ class Publication:
         self._served: PolicyVersion | None = None
         self._unmeasured = 0
         """Number of publications in a row that the gate missed, up to the one in service."""
-        self._travel_s = 0.0
-        self._failed = self._missed = 0
-        """Since the last `pop_metrics`."""
+        self._counted = dict.fromkeys(("publication_s", "publications_failed", "parity_missed"), 0.0)
+        """Metrics since the last `pop_metrics`."""
 
     async def publish(self, step: int) -> None:
         """Brings the trainer's weights, those after `step` steps, into service: before it returns, or,
@@ -94,7 +91,11 @@ class Publication:
         """
         self._utilisation.enter("publish")
         if not self._overlaps:
-            await self._publish_in_turn()
+            version = await self._publish()
+            if self._gate is not None:
+                self._utilisation.enter("parity")
+                await self._pass_gate(self._gate, version)
+            self._in_service(version.step)
             return
         await self._finish()
         if self._served is None or self._served.step != step:  # else a second attempt has covered it
@@ -146,20 +147,8 @@ class Publication:
         activation, failed publications, and those that the gate missed."""
         if not self._overlaps:
             return {}
-        metrics = {
-            "publication_s": self._travel_s,
-            "publications_failed": float(self._failed),
-            "parity_missed": float(self._missed),
-        }
-        self._travel_s, self._failed, self._missed = 0.0, 0, 0
+        metrics, self._counted = self._counted, dict.fromkeys(self._counted, 0.0)
         return metrics
-
-    async def _publish_in_turn(self) -> None:
-        version = await self._publish()
-        if self._gate is not None:
-            self._utilisation.enter("parity")
-            await self._pass_gate(self._gate, version)
-        self._in_service(version.step)
 
     async def _finish(self) -> None:
         """Waits for the publication in progress; raises what it raises."""
@@ -174,20 +163,20 @@ class Publication:
             version = await self._publish_with_retries()
         finally:
             self._copied.set()
-        self._travel_s += self._clock() - began
+        self._counted["publication_s"] += self._clock() - began
         self._served = version
         self._in_service(version.step)
         if self._gate is None:
             return
         if self._has_moved_on:
             self._unmeasured += 1
-            self._missed += 1
+            self._counted["parity_missed"] += 1
         else:
             await self._measure(self._gate, version)
 
     async def _publish_with_retries(self) -> PolicyVersion:
         def on_failure(error: EtudeError, pause_s: float | None) -> None:
-            self._failed += 1
+            self._counted["publications_failed"] += 1
             if pause_s is not None:
                 self._observer.say(f"a publication failed and will be tried again: {error}")
                 step = self._served.step if self._served is not None else 0

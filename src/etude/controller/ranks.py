@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from etude.config import ModelConfig, RlConfig, RunConfig, WeightsConfig
+from etude.config import ModelConfig, RunConfig, WeightsConfig
 from etude.controller.compute import choose_device
 from etude.controller.models import check_routing
 from etude.errors import EtudeError, StoreError
@@ -89,8 +89,9 @@ class FirstRankOnly(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class ModelPlan:
-    """Settings from which every rank makes its model."""
+    """The first rank's model, and the settings from which the other ranks make theirs."""
 
+    model: FirstRankOnly[LanguageModel]
     architecture: ModelConfig
     vocab_size: int
     dtype: torch.dtype
@@ -102,13 +103,13 @@ class ModelPlan:
 
     @staticmethod
     def of(model: LanguageModel) -> ModelPlan:
-        """The settings of this model."""
-        recompute, dtype = block_of(model, 0).recompute, model.embedding.dtype
-        return ModelPlan(model.config, model.vocab_size, dtype, model.ops, recompute, model.unread)
+        """The plan of this model, which becomes the first rank's shard."""
+        recompute, dtype, own = block_of(model, 0).recompute, model.embedding.dtype, FirstRankOnly(model)
+        return ModelPlan(own, model.config, model.vocab_size, dtype, model.ops, recompute, model.unread)
 
-    def place(self, model: FirstRankOnly[LanguageModel], ranks: MeshRanks) -> LanguageModel:
-        """This rank's shard of the first rank's `model`. Collective. Raises CheckpointError."""
-        own = model.value
+    def place(self, ranks: MeshRanks) -> LanguageModel:
+        """This rank's shard of the model. Collective. Raises CheckpointError."""
+        own = self.model.value
         if own is None:
             with torch.device("meta"):
                 own = LanguageModel(self.architecture, self.vocab_size).cast(self.dtype)
@@ -117,29 +118,6 @@ class ModelPlan:
         own.checkpoint_activations(self.recompute)
         ranks.place(own)
         return own
-
-
-@dataclass(frozen=True, slots=True)
-class TrainerPlan:
-    """Settings from which every rank makes its trainer."""
-
-    model: ModelPlan
-    config: RlConfig
-    lineage: str
-    offending: Path
-    asynchronous: bool
-    """Whether checkpoints are written while training continues."""
-    weights: WeightsConfig | None
-    """The store that every rank publishes its shards to; None: the first one publishes all."""
-    options: Mapping[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Saving:
-    """Contents of a checkpoint besides the trainer's own, and its writer: the first rank's."""
-
-    extra: Mapping[str, Any] | None
-    write: WriteCheckpoint
 
 
 class Rank(Generic[TrainerT]):
@@ -154,10 +132,17 @@ class Rank(Generic[TrainerT]):
         """Calls a method of the trainer's class."""
         return method(self.trainer, *arguments)
 
-    def save(self, directory: Path, saving: FirstRankOnly[Saving], at_once: bool) -> None:
-        """Saves this rank's part of a checkpoint. `at_once`: all ranks wait until everything is on disk."""
-        how = saving.value or Saving(None, save_checkpoint if at_once else self._writer)
-        self.trainer.save(directory, how.extra, how.write)
+    def save(
+        self,
+        directory: Path,
+        extra: FirstRankOnly[Mapping[str, Any]],
+        write: FirstRankOnly[WriteCheckpoint],
+        at_once: bool,
+    ) -> None:
+        """Saves this rank's part of a checkpoint. `extra`, `write`: contents besides the trainer's own, and
+        the writer. `at_once`: all ranks wait until everything is on disk."""
+        own = write.value or (save_checkpoint if at_once else self._writer)
+        self.trainer.save(directory, extra.value, own)
 
 
 class Ranked(Generic[TrainerT, RankT]):
@@ -174,6 +159,11 @@ class Ranked(Generic[TrainerT, RankT]):
         """The first rank's."""
         return self._own.trainer
 
+    @property
+    def model(self) -> LanguageModel:
+        """The first rank's shard: its weights are a part, its configuration is complete."""
+        return self.trainer.model
+
     def save(
         self,
         directory: Path,
@@ -181,7 +171,8 @@ class Ranked(Generic[TrainerT, RankT]):
         write: WriteCheckpoint = save_checkpoint,
     ) -> None:
         """Writes the resumable checkpoint: see RlTrainer.save."""
-        self._team.call(Rank.save, directory, FirstRankOnly(Saving(extra, write)), write is save_checkpoint)
+        own = FirstRankOnly(extra), FirstRankOnly(write)
+        self._team.call(Rank.save, directory, *own, write is save_checkpoint)
 
     def _call_ranks(self, method: Callable[..., T], *arguments: Any) -> T:
         """Calls a method of every rank's trainer; returns the first rank's result."""
@@ -194,26 +185,29 @@ class RankTrainer(Rank[RlTrainer]):
     def __init__(
         self,
         ranks: MeshRanks,
-        plan: TrainerPlan,
-        model: FirstRankOnly[LanguageModel],
+        plan: ModelPlan,
+        run: RunConfig,
         weights: FirstRankOnly[WeightPublisher],
+        has_store: bool,
+        offending: Path,
+        options: Mapping[str, Any],
     ) -> None:
-        """`model`, `weights`: the first rank's, from which all ranks start and to which it publishes."""
-        own = plan.model.place(model, ranks)
-        self._weights = _open_weights(plan.weights, weights.value, ranks)
+        """`weights`: to which the first rank publishes. `has_store`: whether every rank publishes its shards
+        to the run's store; otherwise the first one publishes all."""
+        own = plan.place(ranks)
+        self._weights = _open_weights(run.weights if has_store else None, weights.value, ranks)
         self._routes = StepRoutes()
-        keep, config = plan.config.optimizer.keep_offending, plan.config
         trainer = RlTrainer(
             own,
-            config,
-            plan.lineage,
+            run.rl,
+            run.name,
             self._weights,
             self._routes.fetch,
             ranks=ranks,
-            offending=OffendingBatches(plan.offending, keep, ranks.peers.rank),
-            **plan.options,
+            offending=OffendingBatches(offending, run.rl.optimizer.keep_offending, ranks.peers.rank),
+            **options,
         )
-        super().__init__(trainer, asynchronous=plan.asynchronous)
+        super().__init__(trainer, asynchronous=run.checkpoint.asynchronous)
 
     def step(self, groups: Sequence[Group], routes: Routes) -> Mapping[str, float]:
         with self._routes.using(routes):
@@ -245,21 +239,8 @@ class RankedTrainer(Ranked[RlTrainer, RankTrainer]):
         """
         self._fetch_routes = fetch_routes
         self._has_store = isinstance(weights, StoreWeights)
-        plan = TrainerPlan(
-            ModelPlan.of(model),
-            run.rl,
-            run.name,
-            offending,
-            run.checkpoint.asynchronous,
-            run.weights if self._has_store else None,
-            options,
-        )
-        super().__init__(team, team.make(RankTrainer, plan, FirstRankOnly(model), FirstRankOnly(weights)))
-
-    @property
-    def model(self) -> LanguageModel:
-        """The first rank's shard: its weights are a part, its configuration is complete."""
-        return self.trainer.model
+        arguments = run, FirstRankOnly(weights), self._has_store, offending, options
+        super().__init__(team, team.make(RankTrainer, ModelPlan.of(model), *arguments))
 
     def whole_model(self) -> LanguageModel:
         return self._call_ranks(RlTrainer.whole_model)
@@ -313,7 +294,7 @@ def _open_weights(
         return given or _NoPublisher()
     if given is None:
         return open_publisher(config, ranks.peers)
-    assert isinstance(given, StoreWeights), "TrainerPlan.weights says so"
+    assert isinstance(given, StoreWeights), "the first rank says so"
     given.join(ranks.peers)
     return given
 

@@ -77,16 +77,15 @@ class _PartActor:
 
     async def make(
         self, factory: Callable[..., Any], arguments: tuple[Any, ...], named: dict[str, Any]
-    ) -> Any:
+    ) -> _Outcome:
         """Makes the part; returns its machine and process id."""
+        node = ray.get_runtime_context().get_node_id()
 
-        def work() -> None:
+        def work() -> tuple[str, int]:
             self._part = factory(*arguments, **named)
+            return node, os.getpid()
 
-        outcome = await self._outcome_of(self._in_thread(work))
-        if outcome.error is not None:
-            return outcome
-        return _Outcome((ray.get_runtime_context().get_node_id(), os.getpid()))
+        return await self._outcome_of(self._in_thread(work))
 
     async def call(self, method: str, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> _Outcome:
         """Calls the part's method."""
@@ -97,7 +96,7 @@ class _PartActor:
 
     async def close(self) -> None:
         """Closes the part, if it can be closed."""
-        if self._part is not None and hasattr(self._part, "close"):
+        if hasattr(self._part, "close"):
             await self.call("close", (), {})
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
@@ -202,11 +201,6 @@ class RayExecutor:
         ray.shutdown()
         self._scratch.close()
 
-    @property
-    def nodes(self) -> frozenset[str]:
-        """Machines that are up."""
-        return frozenset(node["NodeID"] for node in ray.nodes() if node["Alive"])
-
     async def reserve(self, parts: Sequence[Resources]) -> None:
         """Reserves the resources of all parts at once, so that none of them waits for another's.
 
@@ -298,8 +292,9 @@ class RayExecutor:
             options["memory"] = wanted.memory_bytes
         room = self._rooms.get(wanted.part)
         bundle = self._bundles.get(wanted.part)
-        avoid = wanted.avoid & self.nodes
-        if avoid and avoid != self.nodes:
+        up = frozenset(node["NodeID"] for node in ray.nodes() if node["Alive"])
+        avoid = wanted.avoid & up
+        if avoid and avoid != up:
             # Its reservation may be on such a machine: it must run on another one.
             nodes = ",".join(sorted(avoid))
             return options | {"label_selector": {**_labels(wanted), _NODE_LABEL: f"!in({nodes})"}}

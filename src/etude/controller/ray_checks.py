@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import socket
 import subprocess
@@ -42,12 +43,11 @@ def check_address(settings: ClusterConfig) -> None:
     """Raises ConfigError, within about `connect_timeout_s`, unless a Ray of this version answers there."""
     host, _, port = settings.address.rpartition(":")
     fix = "start it with `ray start --head`, or leave cluster.address empty to start Ray here"
+    refuse = functools.partial(ConfigError, field="cluster.address", received=settings.address)
     try:
         socket.create_connection((host, int(port)), settings.connect_timeout_s).close()
     except OSError as error:
-        raise ConfigError(
-            f"does not answer: {error}", field="cluster.address", received=settings.address, fix=fix
-        ) from error
+        raise refuse(f"does not answer: {error}", fix=fix) from error
     # Ray itself waits for minutes, and ends the process, where something else answers.
     command = [sys.executable, "-c", _PROBE, settings.address]
     try:
@@ -55,17 +55,13 @@ def check_address(settings: ClusterConfig) -> None:
             command, timeout=settings.connect_timeout_s, capture_output=True, text=True, check=False
         )
     except subprocess.TimeoutExpired:
-        raise ConfigError(
+        raise refuse(
             "something listens at this address, but does not answer like a Ray cluster",
-            field="cluster.address",
-            received=settings.address,
             fix=f"{fix}, or raise cluster.connect_timeout_s",
         ) from None
     if probe.returncode:
         lines = probe.stderr.strip().splitlines() or [f"exit status {probe.returncode}"]
-        raise ConfigError(
-            f"cannot be joined: {lines[-1]}", field="cluster.address", received=settings.address, fix=fix
-        )
+        raise refuse(f"cannot be joined: {lines[-1]}", fix=fix)
 
 
 def bundle_of(wanted: Resources) -> dict[str, float]:

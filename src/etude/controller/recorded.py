@@ -6,6 +6,7 @@ log --take--> step --> metrics --> checkpoint: weights, optimiser and the log's 
 from __future__ import annotations
 
 import contextlib
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,8 @@ from etude.controller.compute import place_model, resolve_compute, resolve_numer
 from etude.controller.evaluate import FINAL, MIDTRAINED
 from etude.controller.models import open_model, resolve_model
 from etude.controller.stopping import StopSignal
-from etude.controller.train import ADAPTER, LATEST, OFFENDING, ROUTES, InterruptedRunError
-from etude.controller.training_part import TrainingPart, TrainingPaths
+from etude.controller.train import ADAPTER, ROUTES, InterruptedRunError
+from etude.controller.training_part import LATEST, TrainingPart
 from etude.environment.recording.spec import RECORDED_ROUTES
 from etude.errors import ConfigError
 from etude.kit.durable import write_json
@@ -87,88 +88,83 @@ def train_recorded(config: RunConfig, run: RunDirectory, observer: Observer, res
     With `resume` continues from the last checkpoint. Raises InterruptedRunError after Ctrl-C or SIGTERM, with
     the state saved.
     """
-    with run.lock(), JsonlSink(run.metrics_file) as metrics:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(run.lock())
+        metrics = stack.enter_context(JsonlSink(run.metrics_file))
         newest = find_resumable(run.checkpoints / LATEST, metrics, observer) if resume else None
         state = (read_state(newest) or {}) if newest is not None else {}
         elapsed_s = float(state.get("elapsed_s", 0.0))
-        with StopSignal(observer, config.max_wall_s, elapsed_s) as stop, contextlib.ExitStack() as parts:
-            return _RecordedRun(config, run, observer, stop, metrics, newest, state, parts).train()
+        stop = stack.enter_context(StopSignal(observer, config.max_wall_s, elapsed_s))
+        config = resolve_compute(run, resolve_numerics(resolve_model(config)), observer)
+        source = RecordedSource(Path(config.rl.stream.source))
+        directory = Path(config.initial_checkpoint or "")
+        tokenizer = agent_format(Tokenizer.load(directory), config.agent).tokenizer
+        model = place_model(open_model(config, directory), config)
+        use_numerics(model, config)
+        part = TrainingPart(
+            config, model, tokenizer, run, MemoryWeights(), metrics, observer, source.fetch_routes
+        )
+        trainer = stack.enter_context(part)
+        if newest is not None:
+            trainer.restore(newest)
+        stream = RecordedStream(source.log, config.rl, state.get("stream"))
+        return _RecordedRun(config, run, observer, stop, metrics, trainer, stream).train()
 
 
+@dataclass(frozen=True, slots=True)
 class _RecordedRun:
     """One process of a run on recorded trajectories."""
 
-    def __init__(
-        self,
-        config: RunConfig,
-        run: RunDirectory,
-        observer: Observer,
-        stop: StopSignal,
-        metrics: JsonlSink,
-        newest: Path | None,
-        state: dict[str, Any],
-        parts: contextlib.ExitStack,
-    ) -> None:
-        """`parts`: owns what is opened here; the caller closes it."""
-        config = resolve_numerics(resolve_model(resolve_recorded(config)))
-        self._config, self._run, self._observer = resolve_compute(run, config, observer), run, observer
-        self._stop, self._metrics = stop, metrics
-        source = RecordedSource(Path(config.rl.stream.source))
-        directory = Path(self._config.initial_checkpoint or "")
-        tokenizer = agent_format(Tokenizer.load(directory), config.agent).tokenizer
-        model = place_model(open_model(self._config, directory), self._config)
-        use_numerics(model, self._config)
-        paths, weights = TrainingPaths(run.checkpoints / LATEST, run.path / OFFENDING), MemoryWeights()
-        part = TrainingPart(
-            self._config, model, tokenizer, paths, weights, metrics, observer, source.fetch_routes
-        )
-        self._trainer = parts.enter_context(part)
-        if newest is not None:
-            self._trainer.restore(newest)
-        self._stream = RecordedStream(source.log, config.rl, state.get("stream"))
+    config: RunConfig
+    run: RunDirectory
+    observer: Observer
+    stop: StopSignal
+    metrics: JsonlSink
+    trainer: TrainingPart
+    stream: RecordedStream
 
     def train(self) -> dict[str, Any]:
-        rl = self._config.rl
-        self._observer.stage_begins("reinforcement learning on recorded trajectories", rl.num_steps)
+        rl = self.config.rl
+        self.observer.stage_begins("reinforcement learning on recorded trajectories", rl.num_steps)
         exhausted = False
-        while self._trainer.version.step < rl.num_steps and not self._stop:
-            groups = self._stream.next_groups(rl.groups_per_step, lambda: bool(self._stop))
+        while self.trainer.version.step < rl.num_steps and not self.stop:
+            groups = self.stream.next_groups(rl.groups_per_step, lambda: bool(self.stop))
             if not groups:
-                exhausted = not self._stop
+                exhausted = not self.stop
                 break
-            trained = self._trainer.step(groups)
-            passed = {f"passed_{reason}": float(n) for reason, n in sorted(self._stream.passed.items())}
+            trained = self.trainer.step(groups)
+            passed = {f"passed_{reason}": float(n) for reason, n in sorted(self.stream.passed.items())}
             values = {"trained_groups": float(len(groups)), **passed, **trained}
-            values["wall_s"] = self._stop.elapsed_s
-            self._metrics.write("rl", self._trainer.version.step, values)
-            self._observer.stage_advances(self._trainer.version.step, values)
-            if self._trainer.is_due():
+            values["wall_s"] = self.stop.elapsed_s
+            self.metrics.write("rl", self.trainer.version.step, values)
+            self.observer.stage_advances(self.trainer.version.step, values)
+            if self.trainer.is_due():
                 self._save()
         self._save()
-        self._trainer.flush()
-        self._observer.stage_ends()
-        if self._stop.interrupted and not exhausted and self._trainer.version.step < rl.num_steps:
-            raise InterruptedRunError(f"resume with: etude train --resume --name {self._run.name}")
+        self.trainer.flush()
+        self.observer.stage_ends()
+        if self.stop and not exhausted and self.trainer.version.step < rl.num_steps:
+            raise InterruptedRunError(f"resume with: etude train --resume --name {self.run.name}")
         return self._finish()
 
     def _save(self) -> None:
-        stream, elapsed_s = self._stream.state_dict(), self._stop.elapsed_s
-        self._trainer.save({"stage": "recorded", "stream": stream, "elapsed_s": elapsed_s})
+        stream, elapsed_s = self.stream.state_dict(), self.stop.elapsed_s
+        self.trainer.save({"stage": "recorded", "stream": stream, "elapsed_s": elapsed_s})
 
     def _finish(self) -> dict[str, Any]:
-        self._trainer.save_model(self._run.checkpoints / FINAL, with_tokenizer=True)
-        base = self._config.initial_checkpoint or ""
-        self._trainer.save_adapters(self._run.checkpoints / ADAPTER, base)
+        self.trainer.save_model(self.run.checkpoints / FINAL, with_tokenizer=True)
+        base = self.config.initial_checkpoint or ""
+        self.trainer.save_adapters(self.run.checkpoints / ADAPTER, base)
         report = {
-            "name": self._config.name,
-            "seed": self._config.seed,
-            "source": self._config.rl.stream.source,
-            "rl_steps": self._trainer.version.step,
-            "trained_groups": self._stream.num_taken,
-            "passed_groups": dict(self._stream.passed),
-            "wall_s": self._stop.elapsed_s,
-            "stages": {"rl_s": self._stop.elapsed_s},
-            **self._run.origin,
+            "name": self.config.name,
+            "seed": self.config.seed,
+            "source": self.config.rl.stream.source,
+            "rl_steps": self.trainer.version.step,
+            "trained_groups": self.stream.num_taken,
+            "passed_groups": dict(self.stream.passed),
+            "wall_s": self.stop.elapsed_s,
+            "stages": {"rl_s": self.stop.elapsed_s},
+            **self.run.origin,
         }
-        write_json(self._run.report_file, report)
+        write_json(self.run.report_file, report)
         return report

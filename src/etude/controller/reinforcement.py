@@ -43,8 +43,6 @@ TASKS_KIND = "tasks"
 """Kind of the row that is written when the tasks are exhausted."""
 
 
-PartSeconds = Callable[[], Mapping[str, float]]
-"""Seconds that parts have spent since they were made, by activity."""
 AfterStep = Callable[[int], Awaitable[None]]
 """Callback with the number of steps taken, after the new weights are in service."""
 
@@ -87,7 +85,7 @@ class ReinforcementLoop:
         stop: StopSignal,
         gate: ParityGate | None = None,
         kv: KvPolicy = "recompute",
-        part_seconds: PartSeconds = dict,
+        part_seconds: Callable[[], Mapping[str, float]] = dict,
         clock: Callable[[], float] = time.perf_counter,
         overlap: bool = False,
         validation: Validation | None = None,
@@ -108,16 +106,9 @@ class ReinforcementLoop:
         """Mean reward of the last step's sessions."""
         self.exhausted = False
         """Whether it has ended because no tasks are left."""
-        self._trainer = trainer
-        self._collector = collector
-        self._log = log
-        self._blobs = blobs
-        self._metrics = metrics
-        self._observer = observer
-        self._stop = stop
-        self._gate = gate
-        self._clock = clock
-        self._validation = validation
+        self._trainer, self._collector, self._log, self._blobs = trainer, collector, log, blobs
+        self._metrics, self._observer, self._stop = metrics, observer, stop
+        self._gate, self._clock, self._validation = gate, clock, validation
         self._publication = Publication(
             trainer,
             sink,
@@ -184,14 +175,13 @@ class ReinforcementLoop:
     def _end_tasks(self, step: int, batch: Batch) -> None:
         """Records that no tasks are left; groups dropped at the very end are in the log already."""
         self.exhausted, self._committed = True, batch.state_after
-        state = batch.state_after
-        dropped = float(len(batch.collected.dropped) + len(batch.collected.stale))
         values = {
-            "numbers": float(state.next_task),
-            "passed_over": float(state.num_passed_over),
-            "dropped_at_end": dropped,
+            "numbers": float(batch.state_after.next_task),
+            "passed_over": float(batch.state_after.num_passed_over),
+            "dropped_at_end": float(len(batch.collected.dropped) + len(batch.collected.stale)),
+            "wall_s": self._stop.elapsed_s,
         }
-        self._metrics.write(TASKS_KIND, step, {**values, "wall_s": self._stop.elapsed_s})
+        self._metrics.write(TASKS_KIND, step, values)
         self._observer.say(f"no task is left after {step} steps")
 
     async def _train(self, step: int, batch: Batch) -> None:
@@ -203,7 +193,13 @@ class ReinforcementLoop:
             self._gate.set_sequences(batch.collected.trajectories)
         await self._publication.publish(step)
         self._committed = batch.state_after
-        self._account(batch, trained)
+        self.times.rollout_s += batch.rollout_s
+        self.times.train_s += trained["train_s"]
+        self.times.train_tokens += trained["train_tokens"]
+        for name, metric in (("k3", "parity_k3"), ("max_abs_dlogp", "parity_max")):
+            value = trained.get(metric, 0.0)
+            if math.isfinite(value):  # the report's JSON has no other numbers; the step's own row has them
+                self.parity[name] = max(self.parity[name], value)
         self._report(step, batch, trained)
         if self._gate is not None:
             self._gate.judge_sampled(trained, step)
@@ -227,15 +223,6 @@ class ReinforcementLoop:
     def _discard_blobs(self, trajectories: Sequence[Trajectory]) -> None:
         for ref in (ref for trajectory in trajectories for ref in blobs_of(trajectory)):
             self._blobs.discard(ref)
-
-    def _account(self, batch: Batch, trained: Mapping[str, float]) -> None:
-        self.times.rollout_s += batch.rollout_s
-        self.times.train_s += trained["train_s"]
-        self.times.train_tokens += trained["train_tokens"]
-        for name, metric in (("k3", "parity_k3"), ("max_abs_dlogp", "parity_max")):
-            value = trained.get(metric, 0.0)
-            if math.isfinite(value):  # the report's JSON has no other numbers; the step's own row has them
-                self.parity[name] = max(self.parity[name], value)
 
     def _report(self, step: int, batch: Batch, trained: Mapping[str, float]) -> None:
         groups = batch.collected

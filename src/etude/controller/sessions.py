@@ -8,6 +8,7 @@ would for a rollout.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,22 +35,6 @@ _HASHES = 1 << 32
 _TOO_LONG = "longer than the window"
 _SOURCES = "name a run, ATIF files or a JSONL file (.jsonl) of chats"
 
-OpenRenderers = Callable[[], RendererCache]
-"""Called only where messages are to be rendered."""
-
-
-@dataclass(slots=True)
-class LoadedSessions:
-    """The sessions of one source."""
-
-    documents: list[Document] = field(default_factory=list[Document])
-    skipped: dict[str, int] = field(default_factory=dict[str, int])
-    """Number of skipped sessions, or segments of them, by reason."""
-
-    def skip(self, reason: str) -> None:
-        """Counts a skipped session."""
-        self.skipped[reason] = self.skipped.get(reason, 0) + 1
-
 
 def find_sessions(name: str, config: SessionsConfig) -> Path:
     """The file or directory of a source. Raises ConfigError if there is none."""
@@ -65,75 +50,77 @@ def find_sessions(name: str, config: SessionsConfig) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class SessionReader:
-    """Reads sources of sessions for one tokenizer."""
+    """Reads one source of sessions."""
 
+    name: str
+    config: SessionsConfig
     tokenizer: Tokenizer
-    open_renderers: OpenRenderers
+    open_renderers: Callable[[], RendererCache]
+    """Called only where messages are to be rendered."""
     observation_weight: float
     window: int
+    skipped: Counter[str] = field(default_factory=Counter[str])
+    """Number of skipped sessions, or segments of them, by reason."""
 
-    def load(self, name: str, config: SessionsConfig) -> LoadedSessions:
-        """Loads every session of a source. Raises ConfigError for a source that does not exist, has no usable
-        sessions, or has tokens of another tokenizer; StoreError for a damaged log."""
-        path, loaded = find_sessions(name, config), LoadedSessions()
-        for documents in self._sessions(name, path, config, loaded):
-            for document in documents:
-                if len(document.tokens) > self.window:
-                    loaded.skip(_TOO_LONG)
-                elif not document.weights[1:].any():
-                    loaded.skip("nothing that an agent wrote")
-                else:
-                    loaded.documents.append(document)
-        if not loaded.documents:
+    def load(self) -> list[Document]:
+        """Loads every session of the source. Raises ConfigError for a source that does not exist, has no
+        usable sessions, or has tokens of another tokenizer; StoreError for a damaged log."""
+        documents: list[Document] = []
+        for document in self._documents(find_sessions(self.name, self.config)):
+            if len(document.tokens) > self.window:
+                self.skipped[_TOO_LONG] += 1
+            elif not document.weights[1:].any():
+                self.skipped["nothing that an agent wrote"] += 1
+            else:
+                documents.append(document)
+        if not documents:
             longer = f"use a model with a longer window than {self.window} tokens, or shorter sessions"
             raise ConfigError(
                 "has no sessions to train on",
-                field=f"source {name}",
-                received=loaded.skipped or config.path,
-                fix=longer if _TOO_LONG in loaded.skipped else _SOURCES,
+                field=f"source {self.name}",
+                received=dict(self.skipped) or self.config.path,
+                fix=longer if _TOO_LONG in self.skipped else _SOURCES,
             )
-        return loaded
+        return documents
 
-    def _sessions(
-        self, name: str, path: Path, config: SessionsConfig, loaded: LoadedSessions
-    ) -> Iterator[list[Document]]:
+    def _documents(self, path: Path) -> Iterator[Document]:
         if (log := find_log(path)) is not None:
             for group in TrajectoryLog(log).read():
-                for trajectory in group.members:
-                    if self._wanted(trajectory, config, loaded):
-                        yield self._recorded(name, trajectory)
+                for trajectory in filter(self._is_wanted, group.members):
+                    yield from self._recorded(trajectory)
         elif path.name.endswith(".jsonl"):
-            yield from self._chats(name, path, loaded)
+            for number, line in enumerate(path.read_bytes().splitlines(), start=1):
+                yield from self._chat(f"{path}, line {number}", line)
         else:
             for file in sorted(path.rglob("*.json")) if path.is_dir() else [path]:
-                yield self._atif(name, file, config, loaded)
+                yield from self._atif(file)
 
-    def _atif(self, name: str, file: Path, config: SessionsConfig, loaded: LoadedSessions) -> list[Document]:
+    def _atif(self, file: Path) -> list[Document]:
         try:
             data = file.read_bytes()
             trajectory = parse_atif(data, str(file))
-            if not self._wanted(trajectory, config, loaded):
+            if not self._is_wanted(trajectory):
                 return []
-            recorded = self._recorded(name, trajectory)
-            return recorded or self._rendered(name, str(file), atif_messages(json.loads(data)), [], loaded)
+            recorded = self._recorded(trajectory)
+            return recorded or self._rendered(str(file), atif_messages(json.loads(data)), [])
         except StoreError as error:
             raise ConfigError(
                 f"{file}: is not an ATIF file: {error.field}: {error.message}",
-                field=f"source {name}",
+                field=f"source {self.name}",
                 fix=_SOURCES,
             ) from error
 
-    def _wanted(self, trajectory: Trajectory, config: SessionsConfig, loaded: LoadedSessions) -> bool:
+    def _is_wanted(self, trajectory: Trajectory) -> bool:
         if trajectory.status is Status.INFRASTRUCTURE:
-            loaded.skip("infrastructure failed")
+            self.skipped["infrastructure failed"] += 1
             return False
-        reward = None if trajectory.reward is None else trajectory.reward.total
-        if config.min_reward is not None and (reward is None or reward < config.min_reward):
-            loaded.skip("reward under min_reward")
+        least, reward = self.config.min_reward, trajectory.reward
+        if least is not None and (reward is None or reward.total < least):
+            self.skipped["reward under min_reward"] += 1
             return False
         return True
 
-    def _recorded(self, name: str, trajectory: Trajectory) -> list[Document]:
+    def _recorded(self, trajectory: Trajectory) -> list[Document]:
         """One document per segment with sampled tokens; tokens are unchanged."""
         documents: list[Document] = []
         for segment in trajectory.segments:
@@ -144,7 +131,7 @@ class SessionReader:
             if known not in ("", self.tokenizer.digest) or largest >= self.tokenizer.vocab_size:
                 raise ConfigError(
                     f"the tokens of {trajectory.id} are of another tokenizer",
-                    field=f"source {name}",
+                    field=f"source {self.name}",
                     received=known or largest,
                     fix="fine-tune the model that wrote the sessions, or give them as messages",
                 )
@@ -155,56 +142,46 @@ class SessionReader:
         weights = np.where(sampled, 1.0, self.observation_weight).astype(np.float32)
         return Document(tokens, weights, sampled)
 
-    def _chats(self, name: str, path: Path, loaded: LoadedSessions) -> Iterator[list[Document]]:
-        for number, line in enumerate(path.read_bytes().splitlines(), start=1):
-            where = f"{path}, line {number}"
-            try:
-                row = json.loads(line.decode("utf-8"))
-                messages, tools = row["messages"], row.get("tools") or []
-            except (UnicodeDecodeError, ValueError, KeyError, TypeError, AttributeError) as error:
-                raise ConfigError(
-                    f"{where}: is not a valid chat: {type(error).__name__}: {error}",
-                    field=f"source {name}",
-                    fix='write one object per line, with "messages" and optionally "tools"',
-                ) from error
-            yield self._rendered(name, where, messages, tools, loaded)
+    def _chat(self, where: str, line: bytes) -> list[Document]:
+        try:
+            row = json.loads(line.decode("utf-8"))
+            messages, tools = row["messages"], row.get("tools") or []
+        except (UnicodeDecodeError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(
+                f"{where}: is not a valid chat: {type(error).__name__}: {error}",
+                field=f"source {self.name}",
+                fix='write one object per line, with "messages" and optionally "tools"',
+            ) from error
+        return self._rendered(where, messages, tools)
 
     def _rendered(
-        self,
-        name: str,
-        where: str,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Any],
-        loaded: LoadedSessions,
+        self, where: str, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any]
     ) -> list[Document]:
         """Renders a chat; marks the answers, end tokens included. Empty if a call is invalid."""
         try:
             system, rest = read_messages(messages)
             opening = Opening(system, read_tools(list(tools)))
             if fault := _fault_of_calls(opening, rest):
-                loaded.skip(fault)
+                self.skipped[fault] += 1
                 return []
             framing = Framing(self.open_renderers().find(opening), opening)
             parts: list[NDArray[np.int32]] = []
+            marks: list[NDArray[np.bool_]] = []
             for message in (opening, *rest):
                 first = not any(map(len, parts))
                 if isinstance(message, Answer):
                     parts.append(framing.render_sampled(message, first))
+                    marks.append(np.arange(len(parts[-1])) >= len(framing.answer_frame(first)))
                 else:
                     before = parts[-1] if parts else framing.end[:0]
                     parts.append(framing.renderer.follow(before, framing.render_given(message, first)))
+                    marks.append(np.zeros(len(parts[-1]), np.bool_))
         except (BadRequestError, AttributeError, TypeError) as error:
             raise ConfigError(
-                f"{where}: {error}", field=f"source {name}", fix="correct the messages"
+                f"{where}: {error}", field=f"source {self.name}", fix="correct the messages"
             ) from error
-        marks: list[NDArray[np.bool_]] = []
-        for place, (message, part) in enumerate(zip((opening, *rest), parts, strict=True)):
-            mark = np.full(len(part), isinstance(message, Answer))
-            if isinstance(message, Answer):
-                mark[: len(framing.answer_frame(not any(map(len, parts[:place]))))] = False
-            marks.append(mark)
         if not rest and not len(parts[0]):
-            raise ConfigError(f"{where}: has no messages", field=f"source {name}")
+            raise ConfigError(f"{where}: has no messages", field=f"source {self.name}")
         return [self._document(np.concatenate(parts).astype(np.int32), np.concatenate(marks))]
 
 

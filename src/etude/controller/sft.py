@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from etude.agent import agent_format
 from etude.config import RunConfig
-from etude.controller.mixtures import (
-    Heldout,
-    Learner,
-    StageContext,
-    resolve,
-    run_stage,
-    window_of,
-)
+from etude.controller.mixtures import Heldout, StageContext, open_model, resolve, run_stage, window_of
 from etude.controller.sessions import SessionReader, find_sessions, split_heldout
 from etude.errors import ConfigError
 from etude.observe import Observer, RunDirectory
@@ -51,27 +45,26 @@ def fine_tune(config: RunConfig, run: RunDirectory, observer: Observer, resume: 
         config, section = context.config, context.config.sft
         check_sft(config)
         chosen = _choose_format(config)
-        tokenizer = chosen.tokenizer
-        learner = Learner.open(config, section, tokenizer)
-        window = window_of(learner.model, config)
-        reader = SessionReader(tokenizer, chosen.renderers, section.observation_weight, window)
+        model = open_model(config, section, chosen.tokenizer)
         with context.stop.preparing():
-            sources, heldout = _open_sources(reader, config, observer)
-        return context.train(learner, context.mix(sources, window), lambda _: heldout)
+            sources, heldout = _open_sources(chosen, config, window_of(model, config), observer)
+        return context.train(chosen.tokenizer, model, sources, lambda _: heldout)
 
     return run_stage("sft", config, run, observer, resume, train)
 
 
 def _open_sources(
-    reader: SessionReader, config: RunConfig, observer: Observer
+    chosen: ChatFormat, config: RunConfig, window: int, observer: Observer
 ) -> tuple[list[SessionSource], Heldout]:
     sources: list[SessionSource] = []
     by_source: dict[str, Mapping[str, Sequence[Document]]] = {}
     for name, settings in config.sft.sources.items():
-        loaded = reader.load(name, settings)
-        skipped = "".join(f", {count} skipped: {reason}" for reason, count in loaded.skipped.items())
-        observer.say(f"{name}: {len(loaded.documents):,} sessions{skipped}")
-        kept, heldout = split_heldout(loaded.documents, settings.heldout_share)
+        weight = config.sft.observation_weight
+        reader = SessionReader(name, settings, chosen.tokenizer, chosen.renderers, weight, window)
+        documents = reader.load()
+        skipped = "".join(f", {count} skipped: {reason}" for reason, count in reader.skipped.items())
+        observer.say(f"{name}: {len(documents):,} sessions{skipped}")
+        kept, heldout = split_heldout(documents, settings.heldout_share)
         sources.append(SessionSource(name, settings, kept))
         by_source[name] = {"loss": _some(heldout, config.sft.heldout_tokens)}
     return sources, by_source
@@ -79,10 +72,6 @@ def _open_sources(
 
 def _some(documents: Sequence[Document], most_tokens: int) -> list[Document]:
     """The first documents, up to `most_tokens` together; at least one, if there are any."""
-    found: list[Document] = []
-    for document in documents:
-        most_tokens -= len(document.tokens)
-        if found and most_tokens < 0:
-            break
-        found.append(document)
-    return found
+    totals = itertools.accumulate(len(document.tokens) for document in documents)
+    numbered = enumerate(zip(documents, totals, strict=True))
+    return [document for place, (document, total) in numbered if place == 0 or total <= most_tokens]

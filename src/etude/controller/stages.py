@@ -16,7 +16,7 @@ from etude.controller.thread_choice import ThreadChoice
 from etude.model import LanguageModel
 from etude.observe import MetricSink, Observer
 from etude.training import Document, NextTokenTrainer, ShuffledDocuments
-from etude.training.checkpoints import CheckpointKeeper, find_resumable, read_state
+from etude.training.checkpoints import CheckpointKeeper
 
 REPORT_EVERY = 10
 """Steps between two rows of metrics."""
@@ -35,21 +35,13 @@ class StageRunner:
     """Name of the stage in messages."""
     checkpoint: CheckpointConfig
     latest: Path
-    """The resumable checkpoint: read if it exists, written every few seconds and at a stop."""
+    """The resumable checkpoint: written every few seconds and at a stop."""
     stop: StopSignal
     metrics: MetricSink
     observer: Observer
     shown: Callable[[Figures], Figures]
     """Selects the reported figures of a step."""
     threads: ThreadChoice
-
-    def restore(self, trainer: AnyNextTokenTrainer) -> bool:
-        """Restores the stage's checkpoint; returns whether there was one. Raises CheckpointError."""
-        newest = find_resumable(self.latest, self.metrics, self.observer)
-        if newest is None or (read_state(newest) or {}).get("stage") != self.stage:
-            return False
-        trainer.restore(newest)
-        return True
 
     def run(self, trainer: AnyNextTokenTrainer, num_steps: int, after_step: Callable[[int], None]) -> bool:
         """Takes steps until `num_steps`; returns whether the stage is complete or exhausted. An interrupted
@@ -60,7 +52,7 @@ class StageRunner:
         with CheckpointKeeper(self.latest, self.checkpoint, self.metrics, self.observer) as keeper:
             self._take_steps(trainer, keeper, after_step)
             self.observer.stage_ends()
-            if self.stop.interrupted and not trainer.finished:
+            if self.stop and not trainer.finished:
                 self._save(trainer, keeper)
                 keeper.flush()
                 return False
@@ -97,6 +89,7 @@ def run_midtraining(
     documents: Sequence[Document],
     config: RunConfig,
     latest: Path,
+    newest: Path | None,
     stop: StopSignal,
     metrics: MetricSink,
     observer: Observer,
@@ -104,8 +97,8 @@ def run_midtraining(
 ) -> bool:
     """Trains `model` in place; returns whether the stage is complete rather than interrupted.
 
-    `latest`: the resumable checkpoint, see StageRunner. `save_curve`: saves a named snapshot for the learning
-    curve.
+    `latest`: the resumable checkpoint, see StageRunner. `newest`: the one to continue from. `save_curve`:
+    saves a named snapshot for the learning curve.
     """
     batches = ShuffledDocuments(documents, config.midtrain.tokens_per_step, config.seed)
     trainer = NextTokenTrainer(model, batches, config.midtrain)
@@ -115,7 +108,8 @@ def run_midtraining(
     runner = StageRunner(
         STAGE, MIDTRAINING, config.checkpoint, latest, stop, metrics, observer, _shown, threads
     )
-    runner.restore(trainer)
+    if newest is not None:
+        trainer.restore(newest)
 
     def after_step(step: int) -> None:
         if step in curve_steps and config.checkpoint.curve_every_steps:

@@ -94,19 +94,16 @@ def resolve_servers(
         return agent
     in_sandbox = any(server.is_in_sandbox for server in unknown)
     task = find_task() if in_sandbox else None
+    origin = Origin(Template()) if task is None else task_origin(task, Resources())
 
     async def ask() -> AgentConfig:
         if not in_sandbox:
             return agent.model_copy(update={"mcp": await describe_unknown(agent.mcp)})
         backend = open_backend()
         try:
-            sandbox = await _origin_of(task).make(backend)
+            sandbox = await origin.make(backend)
             return agent.model_copy(update={"mcp": await describe_unknown(agent.mcp, sandbox)})
         finally:
             await backend.close()
 
     return asyncio.run(ask())
-
-
-def _origin_of(task: Task | None) -> Origin:
-    return Origin(Template()) if task is None else task_origin(task, Resources())

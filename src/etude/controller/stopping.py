@@ -52,14 +52,10 @@ class StopSignal:
         """Wall time of the run, earlier processes included."""
         return self._already_s + time.monotonic() - self._began
 
-    @property
-    def interrupted(self) -> bool:
+    def __bool__(self) -> bool:
         """Whether a signal came, or this process's time is used up: the run is saved as it is, unfinished."""
         is_late = bool(self._max_wall_s) and time.monotonic() - self._began >= self._max_wall_s
         return self._signalled or is_late
-
-    def __bool__(self) -> bool:
-        return self.interrupted
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self._signalled or self._is_preparing:

@@ -34,12 +34,13 @@ class Stored:
         return tokenizer if tokenizer is not None and digests <= {tokenizer.digest} else None
 
 
-def run_tokenizer(run: RunDirectory) -> Tokenizer | None:
-    """The tokenizer of a run, its own or that of the checkpoint it began with; None where it has none."""
-    own = run.path / RUN_TOKENIZER
-    if (own / TOKENIZER_FILE).is_file():
-        return Tokenizer.load(own)
+def tokenizer_directory(run: RunDirectory) -> Path:
+    """Where the tokenizer of a run is: its own, or that of the checkpoint it began with."""
     initial = run.config.initial_checkpoint
-    if initial is not None and (Path(initial) / TOKENIZER_FILE).is_file():
-        return Tokenizer.load(Path(initial))
-    return None
+    return run.path / RUN_TOKENIZER if initial is None else Path(initial)
+
+
+def run_tokenizer(run: RunDirectory) -> Tokenizer | None:
+    """The tokenizer of a run; None where it has none."""
+    directory = tokenizer_directory(run)
+    return Tokenizer.load(directory) if (directory / TOKENIZER_FILE).is_file() else None

@@ -15,7 +15,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
 from etude.config import ClusterConfig
@@ -44,32 +44,25 @@ Spawn = Callable[[frozenset[str]], Awaitable[Handle[PartT]]]
 """Starts the part's process; avoids the given machines where possible."""
 Prepare = Callable[[Handle[PartT]], Awaitable[None]]
 """Brings a new process of the part to the run's current state."""
-Clock = Callable[[], float]
 
 
+@dataclass(frozen=True, slots=True)
 class FaultJournal:
     """Records faults and restarts: as metric rows, messages and counts."""
 
-    def __init__(
-        self,
-        metrics: MetricSink,
-        observer: Observer,
-        counts: dict[str, int] | None = None,
-        kind: str = KIND,
-    ) -> None:
-        """`counts`: of earlier processes; they are added to. `kind`: of the rows."""
-        self.counts = counts if counts is not None else {}
-        """Events by name, of all parts."""
-        self._metrics = metrics
-        self._observer = observer
-        self._kind = kind
+    metrics: MetricSink
+    observer: Observer
+    counts: dict[str, int] = field(default_factory=dict[str, int])
+    """Events by name, of all parts. Those of earlier processes are added to."""
+    kind: str = KIND
+    """Of the rows."""
 
     def record(self, part: str, event: str, cause: str = "", **values: float) -> None:
         """Counts one event of a part, reports it and writes its row."""
         self.counts[event] = self.counts.get(event, 0) + 1
         number = sum(self.counts.values())
-        self._metrics.write(self._kind, number, {"name": part, "mode": event, **values})
-        self._observer.say(f"{part}: {event}" + (f" ({cause})" if cause else ""))
+        self.metrics.write(self.kind, number, {"name": part, "mode": event, **values})
+        self.observer.say(f"{part}: {event}" + (f" ({cause})" if cause else ""))
 
 
 class Supervision:
@@ -77,7 +70,9 @@ class Supervision:
     ready or are given up, and the machines in quarantine: those that failed so often lately that no part
     should be started there."""
 
-    def __init__(self, settings: ClusterConfig, journal: FaultJournal, clock: Clock = time.monotonic) -> None:
+    def __init__(
+        self, settings: ClusterConfig, journal: FaultJournal, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.settings = settings
         self.journal = journal
         self.clock = clock
@@ -177,11 +172,7 @@ class Supervisor(Generic[PartT]):
             handle = await self._start_process()
         except PartLostError as error:
             self._record_failed_start(error)
-            restarted = await self._restart(str(error))
-            if restarted is None:
-                assert self.failure is not None
-                raise self.failure from error
-            handle = restarted
+            handle = await self._restart(str(error))
         self._task = asyncio.create_task(self._supervise(handle))
 
     async def ready(self, within_s: float | None = None) -> Handle[PartT]:
@@ -251,33 +242,30 @@ class Supervisor(Generic[PartT]):
 
     async def _supervise(self, handle: Handle[PartT]) -> None:
         try:
-            await self._run_processes(handle)
+            while True:
+                began = self._clock()
+                cause = await self._until_lost(handle)
+                lost_at = self._clock()
+                self.handle = None
+                handle.kill()
+                if self._on_loss is not None:
+                    self._on_loss(cause)
+                self._journal.record(self.name, "lost", cause, lived_s=lost_at - began)
+                self._supervision.record_failure(handle.node)
+                self._failures.record(lost_at - began)
+                handle = await self._restart(cause)
+                self._journal.record(self.name, "restarted", down_s=self._clock() - lost_at)
         except Exception as error:  # such as a full disk that takes no row: no caller may wait for ever
+            if error is self.failure:
+                return
             last, self.handle = self.handle, None
             if last is not None:
                 last.kill()
             self._give_up("cannot be monitored", repr(error))
 
-    async def _run_processes(self, handle: Handle[PartT]) -> None:
-        while True:
-            began = self._clock()
-            cause = await self._until_lost(handle)
-            lost_at = self._clock()
-            self.handle = None
-            handle.kill()
-            if self._on_loss is not None:
-                self._on_loss(cause)
-            self._journal.record(self.name, "lost", cause, lived_s=lost_at - began)
-            self._supervision.record_failure(handle.node)
-            self._failures.record(lost_at - began)
-            restarted = await self._restart(cause)
-            if restarted is None:
-                return
-            handle = restarted
-            self._journal.record(self.name, "restarted", down_s=self._clock() - lost_at)
-
-    async def _restart(self, cause: str) -> Handle[PartT] | None:
-        """Starts another process, with as many attempts as it takes; None once the part is given up."""
+    async def _restart(self, cause: str) -> Handle[PartT]:
+        """Starts another process, with as many attempts as it takes. Raises `failure` once the part is given
+        up."""
         while not self._failures.exhausted:
             await asyncio.sleep(self._failures.wait_s)
             try:
@@ -289,11 +277,10 @@ class Supervisor(Generic[PartT]):
                 cause = repr(error)
                 break
         self._journal.record(self.name, "given up", cause)
-        self._give_up(f"failed {self._failures.count} times in a row", cause)
-        return None
+        raise self._give_up(f"failed {self._failures.count} times in a row", cause)
 
-    def _give_up(self, what: str, cause: str) -> None:
-        """Makes all callers that wait for the part raise, now or later."""
+    def _give_up(self, what: str, cause: str) -> PartLostError:
+        """Makes all callers that wait for the part raise the returned error, now or later."""
         self.failure = PartLostError(
             f"{what}, and will not be started again",
             field=self.name,
@@ -301,6 +288,7 @@ class Supervisor(Generic[PartT]):
             fix="remove the cause, then continue with --resume",
         )
         self._supervision.changes.notify()
+        return self.failure
 
     def _record_failed_start(self, error: EtudeError) -> None:
         self._journal.record(self.name, "not started", str(error))

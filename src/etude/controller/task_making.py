@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 
 from etude.config import RunConfig
 from etude.controller.backends import open_run_backend
 from etude.controller.task_sets import TaskChecks
-from etude.environment.checking import TaskReport
 from etude.environment.making.history import find_past
 from etude.environment.making.importing import ImportReport, import_rows
 from etude.environment.making.pipeline import MakeSettings, TaskMaker
@@ -52,16 +52,11 @@ def make_task_set(
 
     async def make() -> MakeReport:
         store = ImageStore(default_state_directory() / IMAGES)
-        backend, checks = open_run_backend(config.sandbox), TaskChecks(config)
-
-        async def check(directory: Path) -> TaskReport:
-            return await checks.check_directory(directory, backend)
-
+        backend = open_run_backend(config.sandbox)
+        check = functools.partial(TaskChecks(config).check_directory, backend=backend)
         try:
-            images = config.images
-            return await TaskMaker(
-                project, out, settings, backend, store, images, check, observer, past
-            ).make()
+            given = project, out, settings, backend, store, config.images
+            return await TaskMaker(*given, check, observer, past).make()
         finally:
             await backend.close()
 

@@ -18,11 +18,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from etude import __version__
 from etude.config import RunConfig
-from etude.config.images import ImagesConfig
 from etude.controller.backends import open_run_backend
 from etude.environment.checking import TaskReport, check_tasks, has_solution
 from etude.environment.episodes import EpisodeLimits
@@ -39,9 +38,6 @@ from etude.sandbox.machine_backend import default_state_directory
 from etude.tasks.calibration import calibrate, find_difficulty
 from etude.tasks.harbor import find_directories, read_harbor, read_id
 from etude.tasks.making.selection import NOT_CALIBRATED
-
-if TYPE_CHECKING:
-    from etude.environment.task_images import TaskImages
 
 _NAMED = 5
 
@@ -161,35 +157,31 @@ def read_with_images(directories: Sequence[Path], config: RunConfig) -> list[Tas
     directory, where that fails, InfrastructureError."""
     checks = TaskChecks(config)
 
-    async def read(directory: Path) -> Task:
-        try:
-            return await checks.find_images(checks.read(directory))
-        except UserError as error:
-            words = f"{directory.name}: {error.message}"
-            raise TaskError(words, field=error.field, received=error.received, fix=error.fix) from error
-
     async def read_all() -> list[Task]:
-        return [await read(directory) for directory in directories]
+        tasks: list[Task] = []
+        for directory in directories:
+            try:
+                tasks.append(await checks.find_images(checks.read(directory)))
+            except UserError as error:
+                words = f"{directory.name}: {error.message}"
+                raise TaskError(words, field=error.field, received=error.received, fix=error.fix) from error
+        return tasks
 
     return asyncio.run(read_all())
-
-
-def _open_images(backend: str, settings: ImagesConfig | None = None) -> TaskImages:
-    """Imports the code of images only here: every run imports this module, and most have generated tasks."""
-    from etude.environment.task_images import TaskImages
-
-    return TaskImages(backend, settings)
 
 
 class TaskChecks:
     """Checks tasks as the runs of one configuration do, and stores the reports of those that pass."""
 
     def __init__(self, config: RunConfig) -> None:
+        # Every run imports this module, and most have generated tasks.
+        from etude.environment.task_images import TaskImages
+
         settings = config.sandbox
         is_elsewhere = bool(settings.server or settings.servers or settings.servers_file)
         self._config = config
         self._backend_name = settings.model_dump_json() if is_elsewhere else settings.backend
-        self._images = _open_images("a server" if is_elsewhere else settings.backend, config.images)
+        self._images = TaskImages("a server" if is_elsewhere else settings.backend, config.images)
         self._state = default_state_directory()
         self.limits = EpisodeLimits.from_config(config).sandbox
 
@@ -212,11 +204,6 @@ class TaskChecks:
         except (OSError, ValueError, TypeError, KeyError):
             return None
 
-    def store_report(self, task: Task, report: TaskReport) -> None:
-        """Stores the report of a task that passed, for `find_report`."""
-        if report.reason is None:
-            write_json(self._file(task), asdict(report))
-
     async def check_directory(self, directory: Path, backend: SandboxBackend) -> TaskReport:
         """Checks a task that was just written."""
         try:
@@ -237,7 +224,8 @@ class TaskChecks:
         by_id = {task.id: task for task in tasks}
 
         def on_checked(report: TaskReport) -> None:
-            self.store_report(by_id[report.id], report)
+            if report.reason is None:
+                write_json(self._file(by_id[report.id]), asdict(report))
             on_report(report)
 
         needed = self._config.tasks.require_solution

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from etude.controller.parts import Parts
-from etude.controller.reinforcement import LoopTimes, ReinforcementLoop
+from etude.controller.reinforcement import ReinforcementLoop
 from etude.controller.remote.fleet import EngineFleet
 from etude.environment.runners import EnvironmentTimes
 from etude.inference import EngineCounters, ServiceTimes, StepSums
@@ -34,11 +34,41 @@ class Snapshot:
 
 
 def throughput_figures(began: Snapshot, ended: Snapshot, loop: ReinforcementLoop) -> dict[str, float]:
-    """Tokens, seconds and tokens per second of the RL stage of one process."""
-    figures = _common_figures(began, ended, loop.times)
-    figures["trainer_busy_share"] = loop.utilisation.busy_share
-    figures |= _token_figures(began.counters, ended.counters, loop.times)
-    return figures | (_step_figures(began, ended, loop.times) if ended.counters.steps else {})
+    """Tokens, seconds and tokens per second of the RL stage of one process. vLLM has no figures of its steps,
+    and counts answered messages only.
+
+    The rates of Étude's engine are per second of the time that it spent on each. A step that prefills also
+    decodes: `split_step_times` divides its time.
+    """
+    times, counters, before = loop.times, ended.counters, began.counters
+    decode_tokens = counters.decode_tokens - before.decode_tokens
+    prefill_tokens = counters.prefill_tokens - before.prefill_tokens
+    figures = {
+        "training_tokens_per_s": times.train_tokens / times.train_s if times.train_s else 0.0,
+        "training_tokens": times.train_tokens,
+        "elapsed_s": times.elapsed_s,
+        "rollout_s": times.rollout_s,
+        "train_s": times.train_s,
+        **{f"{s}_s": ended.trainer.get(s, 0.0) - began.trainer.get(s, 0.0) for s in ("publish", "parity")},
+        "episodes": float(ended.environment.num_episodes - began.environment.num_episodes),
+        "trainer_busy_share": loop.utilisation.busy_share,
+        "sampled_tokens_per_rollout_s": decode_tokens / times.rollout_s if times.rollout_s else 0.0,
+        "decode_tokens": float(decode_tokens),
+        "prefill_tokens": float(prefill_tokens),
+        "cached_tokens": float(counters.cached_tokens - before.cached_tokens),
+    }
+    if not counters.steps:
+        return figures
+    step_s = ended.service.step_s - began.service.step_s
+    decode_s, prefill_s = split_step_times(ended.service.steps.since(began.service.steps), step_s)
+    return figures | {
+        "decode_tokens_per_s": decode_tokens / decode_s if decode_s > 0 else 0.0,
+        "prefill_tokens_per_s": prefill_tokens / prefill_s if prefill_s > 0 else 0.0,
+        "engine_tokens_per_s": (decode_tokens + prefill_tokens) / step_s if step_s else 0.0,
+        "engine_s": step_s,
+        "engine_busy_share": step_s / times.elapsed_s if times.elapsed_s else 0.0,
+        "waiting_for_tools_s": ended.service.waiting_s - began.service.waiting_s,
+    }
 
 
 def part_seconds(parts: Parts) -> dict[str, float]:
@@ -56,49 +86,6 @@ def part_seconds(parts: Parts) -> dict[str, float]:
     if isinstance(parts.service, EngineFleet):
         seconds["sessions_moved"] = float(parts.service.num_moved + environment.num_moved)
     return seconds
-
-
-def _common_figures(began: Snapshot, ended: Snapshot, loop: LoopTimes) -> dict[str, float]:
-    spent = {f"{s}_s": ended.trainer.get(s, 0.0) - began.trainer.get(s, 0.0) for s in ("publish", "parity")}
-    return {
-        "training_tokens_per_s": loop.train_tokens / loop.train_s if loop.train_s else 0.0,
-        "training_tokens": loop.train_tokens,
-        "elapsed_s": loop.elapsed_s,
-        "rollout_s": loop.rollout_s,
-        "train_s": loop.train_s,
-        **spent,
-        "episodes": float(ended.environment.num_episodes - began.environment.num_episodes),
-    }
-
-
-def _token_figures(began: EngineCounters, ended: EngineCounters, loop: LoopTimes) -> dict[str, float]:
-    """Figures that every engine provides; vLLM provides only these, and of answered messages only."""
-    decode_tokens = ended.decode_tokens - began.decode_tokens
-    return {
-        "sampled_tokens_per_rollout_s": decode_tokens / loop.rollout_s if loop.rollout_s else 0.0,
-        "decode_tokens": float(decode_tokens),
-        "prefill_tokens": float(ended.prefill_tokens - began.prefill_tokens),
-        "cached_tokens": float(ended.cached_tokens - began.cached_tokens),
-    }
-
-
-def _step_figures(began: Snapshot, ended: Snapshot, loop: LoopTimes) -> dict[str, float]:
-    """Rates in tokens per second of the time that Étude's engine spent on each.
-
-    A step that prefills also decodes: `split_step_times` divides its time.
-    """
-    decode_tokens = ended.counters.decode_tokens - began.counters.decode_tokens
-    prefill_tokens = ended.counters.prefill_tokens - began.counters.prefill_tokens
-    step_s = ended.service.step_s - began.service.step_s
-    decode_s, prefill_s = split_step_times(ended.service.steps.since(began.service.steps), step_s)
-    return {
-        "decode_tokens_per_s": decode_tokens / decode_s if decode_s > 0 else 0.0,
-        "prefill_tokens_per_s": prefill_tokens / prefill_s if prefill_s > 0 else 0.0,
-        "engine_tokens_per_s": (decode_tokens + prefill_tokens) / step_s if step_s else 0.0,
-        "engine_s": step_s,
-        "engine_busy_share": step_s / loop.elapsed_s if loop.elapsed_s else 0.0,
-        "waiting_for_tools_s": ended.service.waiting_s - began.service.waiting_s,
-    }
 
 
 def split_step_times(steps: StepSums, elapsed_s: float) -> tuple[float, float]:

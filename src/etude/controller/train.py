@@ -7,6 +7,7 @@ import contextlib
 import functools
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -46,11 +47,11 @@ from etude.controller.reinforcement import (
 )
 from etude.controller.remote.arrangement import open_remote
 from etude.controller.remote.evaluation import BackgroundEvaluation
-from etude.controller.stages import MIDTRAINING, run_midtraining
+from etude.controller.stages import MIDTRAINING, STAGE, run_midtraining
 from etude.controller.stopping import StopSignal
 from etude.controller.stored import RUN_TOKENIZER
 from etude.controller.throughput import Snapshot, part_seconds, throughput_figures
-from etude.controller.training_part import TrainingPart, TrainingPaths
+from etude.controller.training_part import LATEST, TrainingPart
 from etude.errors import ResourceError
 from etude.evaluation import play_sessions, plays_of
 from etude.model import LanguageModel
@@ -73,9 +74,6 @@ from etude.training import Document, load_checkpoint, save_checkpoint
 from etude.training.checkpoints import find_resumable, read_state
 
 ADAPTER = "adapter"
-LATEST = "latest"
-SNAPSHOTS = "snapshots"
-OFFENDING = "offending"
 ROUTES = "routes"
 LEARNING = "reinforcement learning"
 """Name of the stage in messages."""
@@ -121,29 +119,27 @@ def _has_checkpoints(run: RunDirectory) -> bool:
     return any((run.checkpoints / name).exists() for name in (LATEST, MIDTRAINED))
 
 
+@dataclass
 class _Run:
     """A run in this process, from start or resumption to its end."""
 
-    def __init__(
-        self,
-        config: RunConfig,
-        run: RunDirectory,
-        observer: Observer,
-        stop: StopSignal,
-        metrics: MetricSink,
-        report: dict[str, Any],
-        newest: Path | None,
-        state: dict[str, Any],
-        probe: Probe,
-    ) -> None:
-        """`newest`: the checkpoint to resume from, with its `state`."""
-        self.config, self.run, self.observer = config, run, observer
-        self.stop, self.metrics, self.report = stop, metrics, report
-        self.newest, self.state, self.probe = newest, state, probe
-        self.log = TrajectoryLog(run.trajectories)
-        self.executor: Executor | None = None
-        """Starts the parts of a run that are in processes or threads of their own."""
-        self.family = open_family(config, observer)
+    config: RunConfig
+    run: RunDirectory
+    observer: Observer
+    stop: StopSignal
+    metrics: MetricSink
+    report: dict[str, Any]
+    newest: Path | None
+    """The checkpoint to resume from."""
+    state: dict[str, Any]
+    """Of that checkpoint."""
+    probe: Probe
+    executor: Executor | None = None
+    """Starts the parts of a run that are in processes or threads of their own."""
+
+    def __post_init__(self) -> None:
+        self.log = TrajectoryLog(self.run.trajectories)
+        self.family = open_family(self.config, self.observer)
 
     def execute(self) -> dict[str, Any]:
         for words in self.family.notes:
@@ -194,19 +190,16 @@ class _Run:
         if is_new:
             tokenizer.save(tokenizer_directory)
         config, model = self.config, place_model(make_model(), self.config)
-        latest = self.run.checkpoints / LATEST
-
-        def save_curve(name: str) -> None:
-            self.save_curve(name, model)
-
+        latest, save_curve = self.run.checkpoints / LATEST, functools.partial(self.save_curve, model)
         before = self.stop.elapsed_s
+        newest = self.newest if self.state.get("stage") == STAGE else None
         complete = run_midtraining(
-            model, documents, config, latest, self.stop, self.metrics, self.observer, save_curve
+            model, documents, config, latest, newest, self.stop, self.metrics, self.observer, save_curve
         )
         add_stage_time(self.report, "midtrain_s", self.stop.elapsed_s - before)
         if not complete:
             raise InterruptedRunError(f"resume with: etude train --resume --name {self.run.name}")
-        self._save_model(done, model, tokenizer)
+        save_checkpoint(done, model, write_more=tokenizer.save)
         return tokenizer, model
 
     def _forecast(
@@ -234,7 +227,7 @@ class _Run:
         num_groups = source.end if isinstance(source, EpochSource) else None
         forecast = Forecast.of(self.config, *measured, num_groups)
         self.observer.say(forecast.describe())
-        self.run.update_environment({"forecast": forecast.to_json()})
+        self.run.update_environment({"forecast": asdict(forecast)})
         self.report["forecast_s"] = forecast.total_s
         self.run.write_report(self.report)
         self._expect_stages()
@@ -282,7 +275,17 @@ class _Run:
                 if self.newest is not None and self.state.get("stage") == "rl":
                     await trainer.call(TrainingPart.restore, self.newest)
                 await judging.judge_before(heldout, others, self.family, trainer, parts)
-                runner_and_sink = await clusters.enter_async_context(self._open_runner(parts))
+                opening = open_clusters(
+                    self.config,
+                    parts.renderer,
+                    RunnerAndSink(parts.environment, parts.service),
+                    parts.blobs.put,
+                    self.log,
+                    self.run.path,
+                    self.metrics,
+                    self.observer,
+                )
+                runner_and_sink = await clusters.enter_async_context(opening)
                 await self._reinforce(trainer, parts, runner_and_sink, arrangement.background)
                 await runner_and_sink.announce_end()
                 await trainer.call(TrainingPart.save_model, self.run.checkpoints / FINAL, True)
@@ -301,11 +304,9 @@ class _Run:
         # Groups that a killed run had collected ahead are trained on after it resumes: with their routes.
         keeps_routes = self.config.rl.keep_routes or self.config.rl.max_staleness > 0
         context = RunContext(
-            self.run.path,
-            TrainingPaths(self.run.checkpoints / LATEST, self.run.path / OFFENDING),
+            self.run,
             Path(initial) if initial is not None else self.run.checkpoints / MIDTRAINED,
             self.run.path / ROUTES if keeps_routes else None,
-            self.run.path / SNAPSHOTS,
             self.metrics,
             self.observer,
             self.report.setdefault("faults", {}),
@@ -314,18 +315,6 @@ class _Run:
         if self.executor is None:
             return open_local(self.config, tokenizer, model, context, num_threads)
         return open_remote(self.executor, self.config, tokenizer, model, context)
-
-    def _open_runner(self, parts: Parts) -> AbstractAsyncContextManager[RunnerAndSink]:
-        return open_clusters(
-            self.config,
-            parts.renderer,
-            RunnerAndSink(parts.environment, parts.service),
-            parts.blobs.put,
-            self.log,
-            self.run.path,
-            self.metrics,
-            self.observer,
-        )
 
     async def _reinforce(
         self,
@@ -361,6 +350,8 @@ class _Run:
         self.report["parity"] = loop.parity
         loop.sessions.update(self.report.get("rl_sessions", {}))
         self.report["rl_sessions"] = loop.sessions
+        if background is not None:
+            background.resume_from(loop.first_step)
         saver = _Saver(self, trainer, loop, background)
         self.observer.stage_begins(LEARNING, config.rl.num_steps)
         if loop.first_step:
@@ -377,7 +368,7 @@ class _Run:
         if taken > loop.first_step or "throughput" not in self.report:
             self.report["throughput"] = throughput
         self.run.write_report(self.report)
-        if self.stop.interrupted and is_short:
+        if self.stop and is_short:
             raise InterruptedRunError(f"resume with: etude train --resume --name {self.run.name}")
 
     def _make_validation(self, parts: Parts) -> Validation | None:
@@ -408,10 +399,10 @@ class _Run:
 
     # ---- snapshots ------------------------------------------------------------------------------
 
-    def save_curve(self, name: str, model: AnyModel) -> None:
+    def save_curve(self, model: AnyModel, name: str) -> None:
         """Saves a snapshot for the learning curve, and records its wall time."""
         with self.recording_curve(name):
-            self._save_model(self.run.checkpoints / CURVE / name, model)
+            save_checkpoint(self.run.checkpoints / CURVE / name, model)
 
     @contextlib.contextmanager
     def recording_curve(self, name: str) -> Iterator[None]:
@@ -423,56 +414,47 @@ class _Run:
         else:
             self.metrics.write("curve", 0, {"name": name, "wall_s": self.stop.elapsed_s})
 
-    def _save_model(self, directory: Path, model: AnyModel, tokenizer: Tokenizer | None = None) -> None:
-        directory.parent.mkdir(parents=True, exist_ok=True)
-        save_checkpoint(directory, model, write_more=tokenizer.save if tokenizer is not None else None)
 
-
+@dataclass(frozen=True, slots=True)
 class _Saver:
     """Saves after RL steps: the resumable checkpoint by time, curve snapshots by step. Before that it starts
     the evaluation during training, if one is configured and due."""
 
-    def __init__(
-        self,
-        run: _Run,
-        trainer: Handle[TrainingPart],
-        loop: ReinforcementLoop,
-        background: BackgroundEvaluation | None,
-    ) -> None:
-        self._run, self._trainer, self._loop, self._background = run, trainer, loop, background
-        if background is not None:
-            background.resume_from(loop.first_step)
+    run: _Run
+    trainer: Handle[TrainingPart]
+    loop: ReinforcementLoop
+    background: BackgroundEvaluation | None
 
     async def __call__(self, step: int) -> None:
-        run = self._run
-        if self._background is not None:
-            self._background.judge_if_due(run.stop.elapsed_s)
+        run = self.run
+        if self.background is not None:
+            self.background.judge_if_due(run.stop.elapsed_s)
         every = run.config.checkpoint.curve_every_steps
         if every and step % every == 0:
-            await self._loop.complete_publication()
+            await self.loop.complete_publication()
             name = f"rl-{step:05d}"
             with run.recording_curve(name):
-                await self._trainer.call(TrainingPart.save_model, run.run.checkpoints / CURVE / name)
-        if await self._trainer.call(TrainingPart.is_due):
+                await self.trainer.call(TrainingPart.save_model, run.run.checkpoints / CURVE / name)
+        if await self.trainer.call(TrainingPart.is_due):
             await self._save()
 
     async def finish(self) -> None:
         """After the last step: waits until evaluations have ended and everything is on disk."""
-        if self._background is not None and not self._run.stop.interrupted:
-            await self._background.wait()
+        if self.background is not None and not self.run.stop:
+            await self.background.wait()
         await self._save()
-        await self._trainer.call(TrainingPart.flush)
+        await self.trainer.call(TrainingPart.flush)
 
     async def _save(self) -> None:
         """Saves the resumable checkpoint of the RL stage, once its weights have passed the parity gate."""
-        await self._loop.complete_publication()
-        run = self._run
+        await self.loop.complete_publication()
+        run = self.run
         extra = {
             "stage": "rl",
-            "score": self._loop.reward,
-            "loop": dict(self._loop.collector_state),
+            "score": self.loop.reward,
+            "loop": dict(self.loop.collector_state),
             "elapsed_s": run.stop.elapsed_s,
         }
-        await self._trainer.call(TrainingPart.save, extra)
-        run.report["rl_steps"] = (await self._trainer.call(TrainingPart.current_version)).step
+        await self.trainer.call(TrainingPart.save, extra)
+        run.report["rl_steps"] = (await self.trainer.call(TrainingPart.current_version)).step
         run.run.write_report(run.report)

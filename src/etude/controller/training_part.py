@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,7 +19,7 @@ from etude.errors import CheckpointError
 from etude.model import LanguageModel
 from etude.model.loading import AnyModel
 from etude.model.peft import save_peft
-from etude.observe import MetricSink, Observer
+from etude.observe import MetricSink, Observer, RunDirectory
 from etude.records import Group, PolicyVersion, Scores, WeightManifest
 from etude.tokens.tokenizer import Tokenizer
 from etude.training import RlTrainer, save_checkpoint
@@ -29,15 +28,10 @@ from etude.training.feedback import open_feedback
 from etude.training.intake import RouteFetcher
 from etude.weights import WeightPublisher
 
-
-@dataclass(frozen=True, slots=True)
-class TrainingPaths:
-    """Where a run's trainer writes."""
-
-    latest: Path
-    """The newest resumable checkpoint."""
-    offending: Path
-    """Batches whose gradient was not finite."""
+LATEST = "latest"
+"""The newest resumable checkpoint, among a run's checkpoints."""
+OFFENDING = "offending"
+"""Directory of a run with batches whose gradient was not finite."""
 
 
 class TrainingPart:
@@ -49,7 +43,7 @@ class TrainingPart:
         config: RunConfig,
         model: AnyModel,
         tokenizer: Tokenizer,
-        paths: TrainingPaths,
+        run: RunDirectory,
         weights: WeightPublisher,
         metrics: MetricSink,
         observer: Observer,
@@ -57,7 +51,7 @@ class TrainingPart:
     ) -> None:
         """`fetch_routes`: finds expert routes; None: they are passed with each step."""
         self._config = config
-        self._paths = paths
+        self._latest = run.checkpoints / LATEST
         self._tokenizer = tokenizer
         self._observer = observer
         self._routes = StepRoutes()
@@ -68,12 +62,12 @@ class TrainingPart:
                     config,
                     weights,
                     fetch_routes or self._routes.fetch,
-                    paths.offending,
+                    run.path / OFFENDING,
                     feedback=open_feedback(config.rl.feedback, open_renderer(tokenizer, config.agent)),
                 )
             )
             self._keeper = stack.enter_context(
-                CheckpointKeeper(paths.latest, config.checkpoint, metrics, observer)
+                CheckpointKeeper(self._latest, config.checkpoint, metrics, observer)
             )
             self._stack = stack.pop_all()
 
@@ -129,7 +123,7 @@ class TrainingPart:
     def save(self, extra: Mapping[str, Any]) -> None:
         """Begins to write the resumable checkpoint, with the loop's values `extra`; it is on disk at the
         latest after `flush`."""
-        self._trainer.save(self._paths.latest, extra, self._keeper.write)
+        self._trainer.save(self._latest, extra, self._keeper.write)
 
     def flush(self) -> None:
         """See CheckpointKeeper.flush."""
@@ -138,7 +132,6 @@ class TrainingPart:
     def save_model(self, directory: Path, with_tokenizer: bool = False) -> None:
         """Writes the current weights, adapters merged."""
         trainer, write_more = self._trainer, self._tokenizer.save if with_tokenizer else None
-        directory.parent.mkdir(parents=True, exist_ok=True)
         with contextlib.nullcontext() if trainer.adapters is None else trainer.adapters.merged():
             save_checkpoint(directory, trainer.whole_model(), write_more=write_more)
 

@@ -16,35 +16,29 @@ class Utilisation:
         self._total: dict[str, float] = {}
         self._clock = clock
         self._parts = parts
-        self._state = ""
-        self._since_s = clock()
-        self._reported: dict[str, float] = {}
-        self._parts_reported: dict[str, float] = dict(parts())
-
-    @property
-    def state(self) -> str:
+        self.state = ""
         """The trainer's current state; empty before the first `enter`."""
-        return self._state
+        self._since_s = clock()
+        self._reported = dict(parts())
 
     def enter(self, state: str) -> None:
         """Changes the trainer's state: `wait` (for rollouts), `train`, `publish`, `parity` or `save`."""
         now_s = self._clock()
-        if self._state:
-            self._total[self._state] = self._total.get(self._state, 0.0) + now_s - self._since_s
-        self._state, self._since_s = state, now_s
+        if self.state:
+            self._total[self.state] = self._total.get(self.state, 0.0) + now_s - self._since_s
+        self.state, self._since_s = state, now_s
 
     @property
     def total(self) -> dict[str, float]:
         """Seconds of the trainer so far, by state."""
-        self.enter(self._state)
+        self.enter(self.state)
         return dict(self._total)
 
     def pop_seconds(self) -> dict[str, float]:
         """Seconds since the last call: `trainer_<state>_s`, and `<name>` of other parts."""
-        total, parts = self.total, dict(self._parts())
-        figures = {f"trainer_{s}_s": v - self._reported.get(s, 0.0) for s, v in total.items()}
-        figures |= {name: value - self._parts_reported.get(name, 0.0) for name, value in parts.items()}
-        self._reported, self._parts_reported = total, parts
+        now = {f"trainer_{state}_s": seconds for state, seconds in self.total.items()} | dict(self._parts())
+        figures = {name: value - self._reported.get(name, 0.0) for name, value in now.items()}
+        self._reported = now
         return figures
 
     @property

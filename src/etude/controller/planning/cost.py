@@ -46,35 +46,22 @@ def plan_publication(
     network = rates.bytes_per_s if processes.on_one_machine else config.plan.network_gb_per_s * 1e9
     cut = config.parallel.fsdp * config.parallel.expert * config.parallel.tensor
     gathered_s = 0.0 if publishes_in_parts(config) else weights * (1 - 1 / cut) / network
-    if config.weights.url:
-        writers = config.parallel.ranks if publishes_in_parts(config) else 1
-        travel_s, update = _through_store(config, sizes, place, network, writers, processes)
-        return PublicationTimes(gathered_s + copy_s / writers, travel_s + copy_s, update)
-    if processes.apart:  # written, and read again
-        return PublicationTimes(gathered_s + weights / network, weights / network + copy_s, weights)
-    return PublicationTimes(gathered_s + copy_s, copy_s, weights)
-
-
-def _through_store(
-    config: RunConfig,
-    sizes: ModelSizes,
-    place: Place,
-    network: float,
-    writers: int,
-    processes: Processes,
-) -> tuple[float, float]:
-    """(seconds until an engine has decoded the update, bytes of the delta)."""
+    if not config.weights.url:
+        if processes.apart:  # written, and read again
+            return PublicationTimes(gathered_s + weights / network, weights / network + copy_s, weights)
+        return PublicationTimes(gathered_s + copy_s, copy_s, weights)
     plan, store = config.plan, config.weights
+    writers = config.parallel.ranks if publishes_in_parts(config) else 1
     published = float(sizes.parameters * published_bytes(config, place))
     usual = _ROUNDED_RATIO if store.dtype == "bfloat16" else _EXACT_RATIO
     delta = published / (plan.update_ratio or usual)
     # A full snapshot is written with every so many versions; engines that are up to date do not read it.
     written = delta + published / store.snapshot_every
     codec = plan.codec_gb_per_s * 1e9 * store.workers
-    seconds = published / writers / codec + written / writers / network + delta / network + published / codec
+    travel_s = published / writers / codec + written / writers / network + delta / network + published / codec
     if processes.elsewhere:
-        seconds += delta / (plan.link_gb_per_s * 1e9)
-    return seconds, delta
+        travel_s += delta / (plan.link_gb_per_s * 1e9)
+    return PublicationTimes(gathered_s + copy_s / writers, travel_s + copy_s, delta)
 
 
 _BACKWARD = 2.0
@@ -141,14 +128,23 @@ def plan_step(config: RunConfig, sizes: ModelSizes, place: Place, rates: Rates) 
     train_flops = passes * trained_tokens * sizes.forward_flops(plan.session_tokens / 2)
     ranks = 1 if processes.on_one_machine else config.parallel.ranks
     every = config.evaluation.every_steps
+    # An evaluation has an engine and sandboxes of its own.
+    judging = replace(processes, engines=1, borrowed=0.0, elsewhere=0, workers=0)
+    price, num_judged = rl.reward.price, config.evaluation.num_tasks
+
+    def sample_s(sessions: float, where: Processes) -> float:
+        return plan_sampling(config, sizes, place, rates, where, sessions).wall_s
+
     samples_elsewhere = processes.elsewhere > 0 and not config.clusters.local_sessions
     return StepTimes(
         sampled=sampled,
         trained_tokens=trained_tokens,
         train_s=train_flops / (rates.flops_per_s * plan.training_share) / ranks,
         publication=plan_publication(config, sizes, place, rates, processes),
-        validation_s=_validation_s(config, sizes, place, rates, processes),
-        evaluation_s=_evaluation_s(config, sizes, place, rates, processes) if every else 0.0,
+        validation_s=sample_s(price.validation_tasks, processes) / price.validate_every
+        if rl.validation_sessions
+        else 0.0,
+        evaluation_s=2 * sample_s(num_judged, judging) if every else 0.0,  # greedily and at temperature 1
         evaluations=1 / every if every else 0.0,
         is_beside=rl.max_staleness > 0,
         overlapped=overlaps_publication(config),
@@ -165,22 +161,3 @@ def price_per_hour(config: RunConfig, processes: Processes) -> float:
         + processes.borrowed * plan.borrowed_price_per_hour
         + workers * plan.worker_price_per_hour
     )
-
-
-def _validation_s(
-    config: RunConfig, sizes: ModelSizes, place: Place, rates: Rates, processes: Processes
-) -> float:
-    price = config.rl.reward.price
-    if not config.rl.validation_sessions:
-        return 0.0
-    sampled = plan_sampling(config, sizes, place, rates, processes, price.validation_tasks)
-    return sampled.wall_s / price.validate_every
-
-
-def _evaluation_s(
-    config: RunConfig, sizes: ModelSizes, place: Place, rates: Rates, processes: Processes
-) -> float:
-    """The held-out tasks, greedily and at temperature 1, with an engine and sandboxes of its own."""
-    alone = replace(processes, engines=1, borrowed=0.0, elsewhere=0, workers=0)
-    sampled = plan_sampling(config, sizes, place, rates, alone, config.evaluation.num_tasks)
-    return 2 * sampled.wall_s

@@ -44,16 +44,22 @@ def publishes_in_parts(config: RunConfig) -> bool:
 def trainer_parts(config: RunConfig, sizes: ModelSizes, vocab_size: int, place: Place) -> list[MemoryPart]:
     """Memory of one rank of the trainer. On a GPU, without host memory."""
     element_bytes, mesh = place.element_bytes, config.parallel
-    held = _sharded(config, sizes.parameters, sizes.expert_parameters)
+    experts = sizes.expert_parameters
+    held = (sizes.parameters - experts) / mesh.fsdp + experts / (mesh.fsdp * mesh.expert)
+    held /= mesh.tensor
     cut = _cut(config)
     optimizer = _optimizer(config, sizes, held, cut)
     batches = _count_at_once(config, sizes, place)
-    logits = batches * _logits(config, sizes, vocab_size, place)
+    rows = min(sizes.saved_tokens, block_rows(vocab_size, place.device))
+    logits = batches * (_BLOCK_LOGITS * rows * vocab_size * _FLOAT_BYTES / mesh.tensor)
+    micro_batches = f"{batches * sizes.saved_tokens:,.0f} tokens"
+    kept = "inputs of each block" if config.activation_checkpointing else "all that the backward pass needs"
+    # An upper bound under tensor parallelism: activations between layers are not divided.
     parts = [
         MemoryPart("weights", held * element_bytes, f"the trainer's own{cut}"),
         _gradients(sizes, held, cut, element_bytes, batches),
         optimizer,
-        _activations(config, sizes, batches),
+        MemoryPart("activations", batches * sizes.saved_bytes / mesh.context, f"{micro_batches}: {kept}"),
         MemoryPart("logits", logits, "blocks and their gradient, float32"),
     ]
     if config.rl.loss.kl_weight > 0 and not sizes.adapter_parameters:
@@ -117,19 +123,6 @@ def _gradients(sizes: ModelSizes, held: float, cut: str, element_bytes: int, bat
     return MemoryPart("gradients", sets * held * element_bytes, f"of every weight{cut}{each}")
 
 
-def _activations(config: RunConfig, sizes: ModelSizes, batches: float) -> MemoryPart:
-    """Memory kept for the backward pass of micro-batches. An upper bound under tensor parallelism: heads and
-    inner widths are divided, activations between layers are not."""
-    kept = "inputs of each block" if config.activation_checkpointing else "all that the backward pass needs"
-    num_bytes = batches * sizes.saved_bytes / config.parallel.context
-    return MemoryPart("activations", num_bytes, f"{batches * sizes.saved_tokens:,.0f} tokens: {kept}")
-
-
-def _logits(config: RunConfig, sizes: ModelSizes, vocab_size: int, place: Place) -> float:
-    rows = min(sizes.saved_tokens, block_rows(vocab_size, place.device))
-    return _BLOCK_LOGITS * rows * vocab_size * _FLOAT_BYTES / config.parallel.tensor
-
-
 def _host_copies(
     config: RunConfig, sizes: ModelSizes, place: Place, held: float, optimizer: MemoryPart
 ) -> list[MemoryPart]:
@@ -160,12 +153,6 @@ def _fetched(config: RunConfig, sizes: ModelSizes, place: Place) -> MemoryPart |
     if config.executor == "ray":
         return MemoryPart("fetched weights", one, "the next version, while it is staged")
     return None
-
-
-def _sharded(config: RunConfig, parameters: int, experts: int) -> float:
-    """Number of parameters that one rank holds."""
-    mesh = config.parallel
-    return ((parameters - experts) / mesh.fsdp + experts / (mesh.fsdp * mesh.expert)) / mesh.tensor
 
 
 def _cut(config: RunConfig) -> str:

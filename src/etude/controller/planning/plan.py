@@ -66,7 +66,7 @@ def make_plan(config: RunConfig) -> Plan:
     place, device = _place(config)
     vocab_size = _vocab_size(config)
     sizes = _sizes(config, vocab_size, place)
-    rates = measure_rates(config, device, _dtype(place))
+    rates = measure_rates(config, device, getattr(torch, place.dtype))
     memory = plan_memory(config, sizes, vocab_size, place, rates.memory_bytes, process_bytes())
     step = plan_step(config, sizes, place, rates)
     return Plan(config, place, sizes, rates, tuple(memory), step, Processes.of(config, place.device))
@@ -113,17 +113,13 @@ def _is_defined_here(config: RunConfig) -> bool:
     return initial is None or read_architecture(Path(initial)) is not None
 
 
-def _dtype(place: Place) -> torch.dtype:
-    return torch.bfloat16 if place.dtype == "bfloat16" else torch.float32
-
-
 def _sizes(config: RunConfig, vocab_size: int, place: Place) -> ModelSizes:
     return measure_sizes(
         config.model,
         vocab_size,
         config.rl.micro_batch_tokens,
         config.agent.max_tokens,
-        dtype=_dtype(place),
+        dtype=getattr(torch, place.dtype),
         checkpointed=config.activation_checkpointing,
         adapter=config.rl.adapter,
         on_cpu=place.device == "cpu",

@@ -7,6 +7,7 @@ for the backward pass are added up.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,10 +110,7 @@ def _is_routed(name: str, shape: torch.Size, config: ModelConfig) -> bool:
 def _factor_size(shape: torch.Size, adapter: AdapterConfig) -> int:
     """left [.., rows, rank] and right [.., rank, columns]."""
     *stack, rows, columns = shape
-    count = 1
-    for size in stack:
-        count *= size
-    return count * adapter.rank * (rows + columns)
+    return math.prod(stack) * adapter.rank * (rows + columns)
 
 
 class _CpuOps(TorchOps):

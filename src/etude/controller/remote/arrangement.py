@@ -47,7 +47,7 @@ from etude.controller.remote.weights import DirectoryWeights
 from etude.controller.remote.worker_pool import KIND as WORKERS
 from etude.controller.remote.worker_pool import WorkerPool
 from etude.controller.supervision import FaultJournal, PartT, Spawn, Supervision
-from etude.controller.training_part import TrainingPart
+from etude.controller.training_part import LATEST, TrainingPart
 from etude.environment.episodes import EpisodeLimits
 from etude.environment.runners import TimedEpisodeRunner
 from etude.inference.exchange import Build
@@ -111,7 +111,7 @@ class _PartFactory:
     @property
     def weights(self) -> Path:
         """Directory through which weights reach the engines."""
-        return Path(self.config.cluster.weights_directory or self.context.directory / WEIGHTS)
+        return Path(self.config.cluster.weights_directory or self.context.run.path / WEIGHTS)
 
     @property
     def build(self) -> Build:
@@ -180,8 +180,8 @@ class _PartFactory:
             names,
             self.executor,
             config.cluster,
-            WorkerFiles(context.directory),
-            FaultJournal(context.metrics, context.observer, {}, WORKERS),
+            WorkerFiles(context.run.path),
+            FaultJournal(context.metrics, context.observer, kind=WORKERS),
         )
         try:
             await episodes.start()
@@ -225,11 +225,11 @@ class _PartFactory:
     async def training(self, blobs: Blobs) -> AsyncIterator[Handle[TrainingPart]]:
         """The trainer."""
         config, context = self.config, self.context
-        arguments = (config, context.model, self.tokenizer, context.paths, self.weights)
+        arguments = (config, context.model, self.tokenizer, context.run, self.weights)
         trainer = SupervisedTrainer(
             self.spawning(self.needs[TRAINER], RemoteTrainingPart, *arguments),
             blobs.get,
-            context.paths.latest,
+            context.run.checkpoints / LATEST,
             self.supervision,
             context.metrics,
             context.observer,

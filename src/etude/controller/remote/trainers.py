@@ -24,9 +24,9 @@ from etude.controller.models import open_model
 from etude.controller.ranks import Routes, routes_of
 from etude.controller.remote.weights import DirectoryWeights
 from etude.controller.supervision import Spawn, Supervision, Supervisor
-from etude.controller.training_part import TrainingPart, TrainingPaths
+from etude.controller.training_part import TrainingPart
 from etude.errors import CheckpointError
-from etude.observe import MemorySink, MetricRow, MetricSink, Observer, RecordingObserver
+from etude.observe import MemorySink, MetricRow, MetricSink, Observer, RecordingObserver, RunDirectory
 from etude.protocols import Handle
 from etude.records import Group, PolicyVersion
 from etude.tokens.tokenizer import Tokenizer
@@ -55,7 +55,7 @@ class RemoteTrainingPart:
     """A TrainingPart that loads its model itself and buffers its metrics and messages for the caller."""
 
     def __init__(
-        self, config: RunConfig, model: Path, tokenizer: Tokenizer, paths: TrainingPaths, weights: Path
+        self, config: RunConfig, model: Path, tokenizer: Tokenizer, run: RunDirectory, weights: Path
     ) -> None:
         """`config`: resolved. `model`: directory of the trained model. `weights`: where they are published,
         if not to the store that `config.weights` names."""
@@ -74,7 +74,7 @@ class RemoteTrainingPart:
             else:
                 publisher = DirectoryWeights(weights)
             self._part = stack.enter_context(
-                TrainingPart(config, loaded, tokenizer, paths, publisher, self._metrics, self._observer)
+                TrainingPart(config, loaded, tokenizer, run, publisher, self._metrics, self._observer)
             )
             self._stack = stack.pop_all()
         torch.set_num_threads(max(1, num_threads // config.parallel.ranks))
