@@ -356,7 +356,7 @@ class EditorAgent:
         fs = self._offered.fs if self._offered else None
         sandbox = replace(self._sandbox, in_place=folder.meta.in_place)
         # In place, the tools and the editor both use the files on disk.
-        tree = disk if sandbox.in_place else EditorTree(disk, self._client, session.id, fs)
+        tree = disk if sandbox.in_place else EditorTree(disk.root, self._client, session.id, fs)
         face = Frontend(session.emit, session.allow, session)
         if (disk.root, sandbox) not in self._backends:
             notes: list[str] = []

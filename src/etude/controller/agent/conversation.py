@@ -30,7 +30,7 @@ from etude.controller.agent.mirror import Mirror
 from etude.controller.agent.models import Policy
 from etude.controller.agent.narrating import Narrator
 from etude.controller.agent.surroundings import Surroundings
-from etude.controller.agent.trees import Tree
+from etude.controller.agent.trees import DirectoryTree
 from etude.controller.agent.workspace import MirroredWorkspace
 from etude.errors import InfrastructureError, ResourceError
 from etude.observe.machine import total_memory_bytes
@@ -83,7 +83,7 @@ class Conversation:
     """Use `open_conversation`. One `say` at a time."""
 
     folder: SessionFolder
-    tree: Tree
+    tree: DirectoryTree
     policy: Policy
     backend: SandboxBackend
     face: Frontend
@@ -419,7 +419,7 @@ class _RerunLog:
 @contextlib.asynccontextmanager
 async def open_conversation(
     folder: SessionFolder,
-    tree: Tree,
+    tree: DirectoryTree,
     policy: Policy,
     backend: SandboxBackend,
     face: Frontend,
