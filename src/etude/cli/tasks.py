@@ -14,9 +14,8 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from etude.cli.agent import DIFF_STYLES
 from etude.cli.exits import error_console
-from etude.cli.output import output_console, print_json, print_table
+from etude.cli.output import output_console, print_diff, print_json, print_table
 from etude.cli.progress import count_steps, open_observer
 from etude.errors import ConfigError, TaskError
 from etude.records import Task
@@ -322,5 +321,4 @@ def _print_solution(console: Console, task: Task) -> None:
             before.splitlines(), text.splitlines(), f"a/{path}", f"b/{path}", lineterm=""
         )
         console.print()
-        for line in diff:
-            console.print(Text(line, style=DIFF_STYLES.get(line[:1], "")), soft_wrap=True)
+        print_diff(console, diff)

@@ -13,9 +13,9 @@ from rich.text import Text
 
 import etude
 from etude.cli.exits import error_console
-from etude.cli.output import JsonOption, output_console, print_json, program, shown
+from etude.cli.output import JsonOption, output_console, print_diff, print_json, program, shown
 from etude.cli.trajectory_finding import ID_HELP, find
-from etude.cli.trajectory_printing import DIFF_STYLES, SessionPrinter, session_document
+from etude.cli.trajectory_printing import SessionPrinter, session_document
 from etude.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -129,8 +129,7 @@ def print_replay(console: Console, replay: Replay) -> None:
         only = " and ".join(causes_of(difference))
         why = f": only {only}" if only else ""
         console.print(shown(f"{title} gave another result{why}", "bold cyan"))
-        for line in unified_diff(difference):
-            console.print(shown(line, DIFF_STYLES.get(line[:1], "")), soft_wrap=True)
+        print_diff(console, unified_diff(difference))
     for entry in replay.from_record:
         what = f"turn {entry.turn + 1}, call {entry.position + 1}: {entry.call.name or 'malformed'}"
         console.print(shown(f"{what} was not replayed: it {entry.reason}", "yellow"))
