@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import signal
-from collections.abc import Coroutine, Iterator, Mapping
+from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -330,34 +331,19 @@ def _sandbox_of_session(sandbox: SandboxChoice, meta: SessionMeta) -> SandboxCho
 
 async def _interruptible(conversation: Conversation, saying: Coroutine[Any, Any, Outcome]) -> Outcome:
     """Runs a turn; Ctrl-C stops the agent, and a second one raises KeyboardInterrupt."""
-    task = asyncio.ensure_future(saying)
-    with _on_interrupt(conversation, task):
-        try:
-            return await task
-        except asyncio.CancelledError:
-            if task.cancelled():
-                raise KeyboardInterrupt from None
-            raise
+    task, loop, presses = asyncio.ensure_future(saying), asyncio.get_running_loop(), itertools.count(1)
 
-
-@contextlib.contextmanager
-def _on_interrupt(conversation: Conversation, task: asyncio.Future[Outcome]) -> Iterator[None]:
-    presses = 0
-
-    def pressed() -> None:
-        nonlocal presses
-        presses += 1
-        if presses > 1 or not conversation.stop():
+    def on_interrupt() -> None:
+        if next(presses) > 1 or not conversation.stop():
             task.cancel()
 
-    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGINT, on_interrupt)
     try:
-        loop.add_signal_handler(signal.SIGINT, pressed)
-    except (RuntimeError, ValueError):  # not in the main thread
-        yield
-        return
-    try:
-        yield
+        return await task
+    except asyncio.CancelledError:
+        if task.cancelled():
+            raise KeyboardInterrupt from None
+        raise
     finally:
         loop.remove_signal_handler(signal.SIGINT)
 
