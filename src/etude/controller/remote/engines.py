@@ -288,11 +288,3 @@ class RemoteEngine:
         except PartLostError as error:
             self._on_process_lost(connection.handle, str(error))
             raise SamplerError("the engine's process is gone", received=str(error)) from error
-
-
-async def activate_on(
-    handle: Handle[EngineProcess], manifest: WeightManifest, kv: KvPolicy = "recompute"
-) -> None:
-    """Stages and activates a version in an engine's process. Raises WeightUpdateError, PartLostError."""
-    await handle.call(EngineProcess.stage, manifest)
-    await handle.call(EngineProcess.activate, manifest.version, kv)
