@@ -58,8 +58,8 @@ def docs_command() -> None:
 def _section(model: type[BaseModel], path: tuple[str, ...]) -> Iterator[str]:
     """A section's table, then its subsections."""
     inner: list[tuple[str, type[BaseModel]]] = []
-    title = f"`[{'.'.join(path)}]`" if path else "Top level"
-    yield f"\n## {title}\n\n{_first_line(model)}\n\n"
+    title, meaning = f"`[{'.'.join(path)}]`" if path else "Top level", (model.__doc__ or "").split()
+    yield f"\n## {title}\n\n{' '.join(meaning)}\n\n"
     yield "| field | default | allowed | meaning |\n|---|---|---|---|\n"
     for name, field in model.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
@@ -100,10 +100,6 @@ def _default(field: FieldInfo) -> str:
     if field.is_required():
         return "required"
     return f"`{_toml(field.get_default(call_default_factory=True))}`"
-
-
-def _first_line(model: type[BaseModel]) -> str:
-    return " ".join((model.__doc__ or "").split())
 
 
 def _toml(value: Any) -> str:
