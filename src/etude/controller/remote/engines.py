@@ -209,9 +209,8 @@ class RemoteEngine:
         self._version = version
 
     def set_version(self, version: PolicyVersion) -> None:
-        """Records that the process serves `version`, activated by another caller."""
-        if self._connection is not None:
-            self._version = version
+        """Records that the connected process serves `version`, activated by another caller."""
+        self._version = version
 
     def disconnect(self, cause: str) -> None:
         """Drops the process: its requests end with SamplerError. Idempotent."""
