@@ -84,7 +84,8 @@ class DirectoryTree:
 
     async def read(self, path: str) -> bytes | None:
         """Current contents of one file; None if it does not exist or may not be read."""
-        return await asyncio.to_thread(self._read, path)
+        found = await asyncio.to_thread(self._read_file, path)
+        return None if found is None else found.data
 
     async def write(self, path: str, data: bytes) -> None:
         """Writes one file, which keeps its permissions, and the folders above it. Raises UserError for a path
@@ -97,7 +98,8 @@ class DirectoryTree:
 
     async def occupied(self, path: str) -> bool:
         """Whether a path exists, even if `read` does not return it, such as a file that is too large."""
-        return await asyncio.to_thread(self._occupied, path)
+        place = await asyncio.to_thread(self._place, path)
+        return place is not None and await asyncio.to_thread(place.exists)
 
     async def unwanted(self, paths: Iterable[str]) -> set[str]:
         """The paths among these that are not source: caches, and those that git would ignore.
@@ -163,14 +165,6 @@ class DirectoryTree:
                 received=str(error),
                 fix="make it readable, have git ignore it, or name another directory",
             ) from error
-
-    def _read(self, path: str) -> bytes | None:
-        found = self._read_file(path)
-        return None if found is None else found.data
-
-    def _occupied(self, path: str) -> bool:
-        place = self._place(path)
-        return place is not None and place.exists()
 
     def _place(self, path: str) -> Path | None:
         """Absolute form of a path; None where it leaves the root or leads through a link."""
