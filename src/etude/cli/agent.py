@@ -127,7 +127,11 @@ def agent_command(
         return
     # The model's options are read from the context. These imports are too heavy for printing a help text.
     choice = chosen_model(context)
-    mode = chosen_mode(approve, apply)
+    if apply and approve not in (None, "full"):
+        raise ConfigError(
+            "contradicts --apply", field="--approve", received=approve, fix="leave one of them out"
+        )
+    mode = "full" if apply else approve
     from etude.controller.agent.approval import checked_mode
     from etude.controller.agent.surroundings import SandboxChoice
 
@@ -202,15 +206,6 @@ def chosen_servers(commands: list[str] | None) -> dict[str, McpConfig]:
         names = ", ".join(name for name, _ in named)
         raise ConfigError("names a server twice", field="--mcp", received=names, fix="give each its own name")
     return servers
-
-
-def chosen_mode(approve: str | None, apply: bool) -> str | None:
-    """The approval mode of `--approve` and `--apply`; None: the default. Raises ConfigError."""
-    if apply and approve not in (None, "full"):
-        raise ConfigError(
-            "contradicts --apply", field="--approve", received=approve, fix="leave one of them out"
-        )
-    return "full" if apply else approve
 
 
 def _refuse_options_of_a_model(context: typer.Context) -> None:
