@@ -60,7 +60,7 @@ def _add(total: Any, more: Any) -> None:
 
 
 class EngineProcess(Protocol):
-    """The methods of an engine's process: see EnginePart."""
+    """The methods of EnginePart, for rollout workers, which do not load torch."""
 
     async def begin(self) -> Build: ...
 
