@@ -127,8 +127,7 @@ class SessionFolder:
 
     def add_prompt(self, text: str, after_turn: int) -> int:
         """Saves an instruction; returns its number, from 1."""
-        self.meta = replace(self.meta, prompts=(*self.meta.prompts, Prompt(text, after_turn)))
-        self._save()
+        self.update(prompts=(*self.meta.prompts, Prompt(text, after_turn)))
         return len(self.meta.prompts)
 
     def update(self, **values: Any) -> None:

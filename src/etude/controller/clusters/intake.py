@@ -8,7 +8,6 @@ again.
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -110,7 +109,7 @@ class AnnouncedWeights:
     def __init__(self) -> None:
         self.manifest: WeightManifest | None = None
         """Manifest of the weights in service."""
-        self._digests: OrderedDict[tuple[str, int], str] = OrderedDict()
+        self._digests: dict[tuple[str, int], str] = {}
         """(lineage, step) -> digest of the newest versions."""
 
     @property
@@ -124,7 +123,7 @@ class AnnouncedWeights:
         self.manifest = manifest
         self._digests[version.lineage, version.step] = version.digest
         while len(self._digests) > _KNOWN_VERSIONS:
-            self._digests.popitem(last=False)
+            del self._digests[next(iter(self._digests))]
 
     def knows(self, version: PolicyVersion) -> bool:
         """Whether this version was announced lately, with the same digest."""
