@@ -145,21 +145,18 @@ class Conversation:
         Raises UserError and InfrastructureError; the session can then be continued.
         """
         with self._mark_busy():
-            return await self._say(text)
-
-    async def _say(self, text: str) -> Outcome:
-        words = self._with_undone(text)
-        workspace = await self._ready()
-        if self.journal is None:
-            session = self._new_session(words)
-            self.journal = JournaledSession.create(self.folder.journal, session, self.state)
-        else:
-            self._end_open(STOPPED_BY_USER)
-            self.journal.on_user(words)
-        self._undone.clear()
-        self._first_turn = self.num_turns
-        self.folder.add_prompt(text, self.num_turns)
-        return await self._run(workspace)
+            words = self._with_undone(text)
+            workspace = await self._ready()
+            if self.journal is None:
+                session = self._new_session(words)
+                self.journal = JournaledSession.create(self.folder.journal, session, self.state)
+            else:
+                self._end_open(STOPPED_BY_USER)
+                self.journal.on_user(words)
+            self._undone.clear()
+            self._first_turn = self.num_turns
+            self.folder.add_prompt(text, self.num_turns)
+            return await self._run(workspace)
 
     @property
     def is_open(self) -> bool:

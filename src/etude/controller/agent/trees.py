@@ -131,16 +131,12 @@ class DirectoryTree:
                     f"holds more than {MAX_BYTES >> 20} MiB or {MAX_FILES:,} files",
                     field="PATH",
                     received=str(self.root),
-                    fix=self._smaller(),
+                    fix="name a folder below it, or have git ignore what is not source"
+                    if (self.root / ".git").exists()
+                    else "name the directory of one project, or a folder below it",
                 )
         self._cached = cached
         return {path: file.data for path, file in cached.items()}
-
-    def _smaller(self) -> str:
-        """The advice for a directory that is too large."""
-        if (self.root / ".git").exists():
-            return "name a folder below it, or have git ignore what is not source"
-        return "name the directory of one project, or a folder below it"
 
     def _read_file(self, path: str) -> _File | None:
         place = self._place(path)
