@@ -119,10 +119,14 @@ def examine(directory: Path) -> dict[str, Any]:
 
 def _find_parts() -> Iterator[Part]:
     """Yields every optional part, present or not. Starts and installs nothing."""
+    from etude.native import find_compiler
+
     for name, (adds, packages) in PACKAGES.items():
         missing = [package for package in packages if not is_installed(package)]
         yield Part(name, "package", not missing, adds, install_command(*missing) if missing else "")
-    yield _find_compiler()
+    compiler = find_compiler() is not None
+    fix = "" if compiler else "install gcc or clang from the system's packages, such as: apt-get install gcc"
+    yield Part("C compiler", "program", compiler, "an engine that samples several times as fast", fix)
     for name, (program, adds, fix) in PROGRAMS.items():
         beside = Path(sys.executable).with_name(program)
         present = beside.is_file() or shutil.which(program) is not None
@@ -130,14 +134,6 @@ def _find_parts() -> Iterator[Part]:
     for name, adds in SANDBOXES.items():
         problems = _sandbox_problems(name)
         yield Part(name, "sandbox", not problems, adds, "; ".join(problems))
-
-
-def _find_compiler() -> Part:
-    from etude.native import find_compiler
-
-    present = find_compiler() is not None
-    fix = "" if present else "install gcc or clang from the system's packages, such as: apt-get install gcc"
-    return Part("C compiler", "program", present, "an engine that samples several times as fast", fix)
 
 
 def _sandbox_problems(name: str) -> list[str]:

@@ -83,7 +83,7 @@ def build_command(
             args=_pairs("--build-arg", build_arg),
             target=target,
             options=options,
-            on_line=lambda line: say.print(line, markup=False, highlight=False),
+            on_line=lambda line: say.print(line, markup=False),
         )
     )
     typer.echo(image.digest)

@@ -189,11 +189,7 @@ def list_command(
     state: StateOption = None,
 ) -> None:
     """List the server's sandboxes."""
-
-    async def work(remote: RemoteBackend) -> list[Any]:
-        return await remote.list()
-
-    infos = _on_server(work, server, token_file, state, backend)
+    infos = _on_server(lambda remote: remote.list(), server, token_file, state, backend)
     if as_json:
         print_json([asdict(info) for info in infos])
         return
@@ -232,11 +228,7 @@ def fork_command(
 
     The exit code is 3 if a copy could not be made.
     """
-
-    async def work(found: Sandbox) -> list[Sandbox | SandboxError]:
-        return await found.fork(count)
-
-    copies = _in_sandbox(work, sandbox, server, token_file, state)
+    copies = _in_sandbox(lambda found: found.fork(count), sandbox, server, token_file, state)
     for copy in copies:
         if not isinstance(copy, SandboxError):
             typer.echo(copy.id)
