@@ -41,7 +41,8 @@ class EngineFleet(PatientSampler):
         super().__init__(supervision.settings.patience_s)
         self._build = build
         self._supervision, self._settings = supervision, supervision.settings
-        self._serving: WeightManifest | None = None
+        self.serving: WeightManifest | None = None
+        """Manifest of the version in service."""
         self._staged: WeightManifest | None = None
         self._staged_by: set[Handle[EngineProcess]] = set()
         self._ended_usage = NO_USAGE
@@ -128,7 +129,7 @@ class EngineFleet(PatientSampler):
         serve nothing until they have it."""
         manifest = check_staged(version, self._staged)
         staged_by, self._staged_by, self._staged = self._staged_by, set(), None
-        self._serving = manifest
+        self.serving = manifest
         engines = list(self._engines.values())
         await asyncio.gather(*(self._activate(engine, manifest, kv, staged_by) for engine in engines))
         await self._supervised.wait_any_ready()
@@ -154,12 +155,7 @@ class EngineFleet(PatientSampler):
                 self.engine_ready(engine.name, manifest.version)
 
     def current(self) -> PolicyVersion | None:
-        return self._serving.version if self._serving is not None else None
-
-    @property
-    def serving(self) -> WeightManifest | None:
-        """Manifest of the version in service."""
-        return self._serving
+        return self.serving.version if self.serving is not None else None
 
     # ---- for metrics ----------------------------------------------------------------------------
 
@@ -216,7 +212,7 @@ class EngineFleet(PatientSampler):
             check_build(await handle.call(EngineProcess.begin), self._build, name)
             served: PolicyVersion | None = None
             # Another version may come into service while this one is fetched.
-            while (manifest := self._serving) is not None and manifest.version != served:
+            while (manifest := self.serving) is not None and manifest.version != served:
                 await handle.call(EngineProcess.stage, manifest)
                 await handle.call(EngineProcess.activate, manifest.version, "recompute")
                 served = manifest.version
