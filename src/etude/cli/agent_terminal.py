@@ -74,7 +74,11 @@ class TerminalFace:
                 self._refresh()
                 self._call_done(event)
             case FilesChanged():
-                self.show_changes(event)
+                self.end_line()
+                for file in event.files:
+                    self.show_diff(file.diff())
+                for path, why in event.kept_back.items():
+                    self._console.print(shown(f"not written: {path}: {why}", "bold yellow"))
             case Notice():
                 self.end_line()
                 self._console.print(shown(event.text, "yellow"))
@@ -106,14 +110,6 @@ class TerminalFace:
         if self._live is not None:
             self._live.stop()
             self._live = None
-
-    def show_changes(self, event: FilesChanged) -> None:
-        """Prints the diffs of a turn, and the changes that were kept back."""
-        self.end_line()
-        for file in event.files:
-            self.show_diff(file.diff())
-        for path, why in event.kept_back.items():
-            self._console.print(shown(f"not written: {path}: {why}", "bold yellow"))
 
     def show_diff(self, diff: str) -> None:
         """Prints a unified diff in colour."""

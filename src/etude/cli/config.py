@@ -77,14 +77,8 @@ def _section(model: type[BaseModel], path: tuple[str, ...]) -> Iterator[str]:
 
 def _named_sections(field: FieldInfo) -> type[BaseModel] | None:
     """The type of a field's sections by user-defined names; None for other fields."""
-    arguments = get_args(field.annotation)
-    if (
-        get_origin(field.annotation) is dict
-        and isinstance(arguments[1], type)
-        and issubclass(arguments[1], BaseModel)
-    ):
-        return arguments[1]
-    return None
+    kind = get_args(field.annotation)[1] if get_origin(field.annotation) is dict else None
+    return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
 
 
 def _described(model: type[BaseModel], name: str) -> str:
