@@ -151,10 +151,7 @@ class Mirror:
     async def write(self, path: str, after: bytes | None) -> str:
         """Writes one file to the tree unless the person changed it; returns why not, or ""."""
         known = self.disk.get(path)
-        if known == after:
-            self.refused.pop(path, None)
-            return ""
-        why = await self._try_to_write(path, known, after)
+        why = "" if known == after else await self._try_to_write(path, known, after)
         if why:
             self.refused[path] = why
         else:

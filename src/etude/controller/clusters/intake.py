@@ -20,7 +20,7 @@ from etude.errors import StoreError
 from etude.kit.durable import write_bytes
 from etude.records import PolicyVersion, TrajectoryId, WeightManifest
 from etude.store.bundles import Bundle, unpack_trajectory
-from etude.weights.folders import Folder, open_folder
+from etude.weights.folders import open_folder
 
 _SUFFIX = ".session"
 
@@ -155,9 +155,7 @@ class Intake:
         self._max_bytes = settings.max_result_bytes
         self._weights = weights
         self._inbox = inbox
-        self._store: Folder | None = None
-        if settings.trajectories_url:
-            self._store = open_folder(settings.trajectories_url)
+        self._store = open_folder(settings.trajectories_url) if settings.trajectories_url else None
 
     async def list_leftovers(self) -> list[str]:
         """Names of all sessions in the trajectory store. Raises StoreError."""
