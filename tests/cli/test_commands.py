@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import etude as package
-from etude.cli import doctor_parts
+from etude.cli import doctor
 from etude.config import parse_config
 from etude.controller.evaluate import find_checkpoint
 from etude.controller.evaluation import EvaluationRequest
@@ -356,7 +356,7 @@ def test_lines_in_a_pipe_are_whole(tmp_path: Path) -> None:
 
 def test_the_doctor_tells_what_more_there_could_be(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
-    monkeypatch.setattr(doctor_parts, "is_installed", lambda package: package != "ray")
+    monkeypatch.setattr(doctor, "is_installed", lambda package: package != "ray")
     found = {part["name"]: part for part in json.loads(etude("doctor", "--json").stdout)["parts"]}
     assert found["mcp"]["present"] and not found["mcp"]["fix"]
     assert "pip install 'ray" in found["ray"]["fix"]

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import etude
-from etude.cli.doctor_parts import PACKAGES, PROGRAMS
+from etude.cli.doctor import PACKAGES, PROGRAMS
 from etude.errors.packages import install_command, missing_package, package_of
 
 

@@ -47,10 +47,9 @@ from acp.schema import (
 import etude
 from etude.agent import agent_registry
 from etude.agent.mcp.client import describe_servers
-from etude.cli.agent_acp_history import history
 from etude.cli.agent_acp_transport import LineTransport
 from etude.cli.agent_acp_tree import EditorTree
-from etude.cli.agent_acp_updates import Updates
+from etude.cli.agent_acp_updates import Updates, history
 from etude.config import McpConfig
 from etude.controller.agent.approval import MODE_HELP, MODES, Answer
 from etude.controller.agent.conversation import (
@@ -67,6 +66,7 @@ from etude.controller.agent.surroundings import SandboxChoice, Surroundings, ope
 from etude.controller.agent.trees import DirectoryTree
 from etude.controller.backends import open_people_backend
 from etude.errors import ConfigError, EtudeError, UserAbortedError, UserError
+from etude.kit.tasks import end_tasks
 from etude.records import Status, ToolCall
 from etude.sandbox.interface import SandboxBackend
 
@@ -133,7 +133,6 @@ class _OpenSession:
     conversation: Conversation = field(init=False)
     updates: Updates = field(init=False)
     queue: asyncio.Queue[Any] = field(default_factory=asyncio.Queue[Any])
-    pump: asyncio.Task[None] = field(init=False)
     busy: bool = False
 
     def emit(self, event: AgentEvent) -> None:
@@ -356,7 +355,7 @@ class EditorAgent:
         fs = self._offered.fs if self._offered else None
         sandbox = replace(self._sandbox, in_place=folder.meta.in_place)
         # In place, the tools and the editor both use the files on disk.
-        tree = disk if sandbox.in_place else EditorTree(disk, self._client, session.id, fs)
+        tree = disk if sandbox.in_place else EditorTree(disk.root, self._client, session.id, fs)
         face = Frontend(session.emit, session.allow, session)
         if (disk.root, sandbox) not in self._backends:
             notes: list[str] = []
@@ -429,13 +428,11 @@ def _named(uri: str, root: Path) -> str:
 
 @contextlib.asynccontextmanager
 async def _pumping(session: _OpenSession) -> AsyncIterator[None]:
-    session.pump = asyncio.create_task(session.send_all())
+    pump = asyncio.create_task(session.send_all())
     try:
         yield
     finally:
-        session.pump.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await session.pump
+        await end_tasks(pump)
 
 
 @contextlib.contextmanager

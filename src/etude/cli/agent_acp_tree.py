@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from acp import Client, RequestError
 from acp.schema import FileSystemCapabilities
 
+from etude.controller.agent.changes import text_of
 from etude.controller.agent.trees import DirectoryTree
 from etude.errors import UserError
 
@@ -16,17 +16,18 @@ EDITOR_S = 30.0
 """Time limit of the editor's answer about one file."""
 
 
-class EditorTree:
-    """Implements `Tree`. Binary files, and operations that the editor does not support, use `DirectoryTree`.
+class EditorTree(DirectoryTree):
+    """Uses the disk for binary files, and for operations that the editor does not support.
 
     An editor does not report which buffers are unsaved. So a file is requested from it once the agent uses it
     by name, and from then on; searches use the other files on disk.
     """
 
     def __init__(
-        self, disk: DirectoryTree, client: Client, session_id: str, offered: FileSystemCapabilities | None
+        self, root: Path, client: Client, session_id: str, offered: FileSystemCapabilities | None
     ) -> None:
-        self._disk = disk
+        """Raises ConfigError as DirectoryTree."""
+        super().__init__(root)
         self._client = client
         self._session_id = session_id
         self._reads = bool(offered and offered.read_text_file)
@@ -34,16 +35,8 @@ class EditorTree:
         self._buffers: set[str] = set()
         """Files whose text in the editor differed from that on disk."""
 
-    @property
-    def root(self) -> Path:
-        return self._disk.root
-
-    @property
-    def left_out(self) -> list[str]:
-        return self._disk.left_out
-
-    async def scan(self) -> Mapping[str, bytes]:
-        files = dict(await self._disk.scan())
+    async def scan(self) -> dict[str, bytes]:
+        files = await super().scan()
         for path in sorted(self._buffers):
             data = await self._in_editor(path, files.get(path))
             if data is not None:
@@ -51,36 +44,32 @@ class EditorTree:
         return files
 
     async def read(self, path: str) -> bytes | None:
-        return await self._in_editor(path, await self._disk.read(path))
+        return await self._in_editor(path, await super().read(path))
 
     async def write(self, path: str, data: bytes) -> None:
-        text = _text(data)
-        if not self._writes or text is None:
-            await self._disk.write(path, data)
+        content = text_of(data)
+        if not self._writes or content is None:
+            await super().write(path, data)
             return
-        place = await asyncio.to_thread(self._disk.writable, path)
+        place = await asyncio.to_thread(self.writable, path)
         await asyncio.to_thread(place.parent.mkdir, parents=True, exist_ok=True)
         try:
             async with asyncio.timeout(EDITOR_S):
-                await self._client.write_text_file(session_id=self._session_id, path=str(place), content=text)
+                await self._client.write_text_file(
+                    session_id=self._session_id, path=str(place), content=content
+                )
         except (RequestError, ConnectionError, TimeoutError) as error:
             raise UserError("the editor did not write it", field=path, received=str(error)) from error
         self._buffers.add(path)
 
     async def remove(self, path: str) -> None:
-        """See Tree. The protocol has no request for it: the file is removed on disk."""
+        """See DirectoryTree. The protocol has no request for it: the file is removed on disk."""
         self._buffers.discard(path)
-        await self._disk.remove(path)
-
-    async def occupied(self, path: str) -> bool:
-        return await self._disk.occupied(path)
-
-    async def unwanted(self, paths: Iterable[str]) -> set[str]:
-        return await self._disk.unwanted(paths)
+        await super().remove(path)
 
     async def _in_editor(self, path: str, on_disk: bytes | None) -> bytes | None:
         """The file's content in the editor, or that on disk if the editor does not return it."""
-        if not self._reads or on_disk is None or _text(on_disk) is None:
+        if not self._reads or on_disk is None or text_of(on_disk) is None:
             return on_disk
         try:
             async with asyncio.timeout(EDITOR_S):
@@ -95,10 +84,3 @@ class EditorTree:
         else:
             self._buffers.add(path)
         return data
-
-
-def _text(data: bytes) -> str | None:
-    try:
-        return None if b"\0" in data else data.decode("utf-8")
-    except UnicodeDecodeError:
-        return None

@@ -1,8 +1,8 @@
-"""Converts agent events to updates of the Agent Client Protocol."""
+"""Converts agent events, and the history of a session, to updates of the Agent Client Protocol."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,12 +16,14 @@ from acp import (
     update_agent_thought_text,
     update_plan,
     update_tool_call,
+    update_user_message_text,
 )
 from acp.schema import ToolCallLocation, ToolKind
 
 from etude.agent.tools.state import Todo
 from etude.cli.agent_calls import KINDS, call_preview, call_title
-from etude.controller.agent.changes import FileChange
+from etude.controller.agent.changes import FileChange, TurnChange
+from etude.controller.agent.conversation import Conversation
 from etude.controller.agent.events import (
     AgentEvent,
     AgentText,
@@ -31,7 +33,7 @@ from etude.controller.agent.events import (
     ToolCallEnded,
     ToolCallStarted,
 )
-from etude.records import ToolCall, ToolResult
+from etude.records import ToolCall, ToolResult, Turn
 
 _STATUS = {"pending": "pending", "in_progress": "in_progress", "done": "completed"}
 
@@ -147,6 +149,39 @@ class Updates:
         line = call.arguments.get("start", "").strip()
         at = int(line) if line.isdecimal() and len(line) < 9 else None
         return [ToolCallLocation(path=str(self._root / path), line=at)]
+
+
+def history(conversation: Conversation, updates: Updates) -> Iterator[Any]:
+    """Yields updates for all messages, calls and changes so far, in order."""
+    prompts = list(conversation.folder.meta.prompts)
+    changes: dict[int, list[TurnChange]] = {}
+    for change in conversation.folder.changes():
+        changes.setdefault(change.turn, []).append(change)
+    turns = conversation.journal.session.turns if conversation.journal else []
+    for number, turn in enumerate(turns, 1):
+        while prompts and prompts[0].after_turn < number:
+            yield update_user_message_text(prompts.pop(0).text)
+        yield from _turn_updates(conversation, updates, number, turn, changes.get(number, ()))
+    for prompt in prompts:
+        yield update_user_message_text(prompt.text)
+
+
+def _turn_updates(
+    conversation: Conversation, updates: Updates, number: int, turn: Turn, changes: Any
+) -> Iterator[Any]:
+    assert conversation.journal is not None
+    session = conversation.journal.session
+    context = next(context for context in session.contexts if context.id == turn.segment_id)
+    message = session.renderer.read(context.recording.tokens[turn.start : turn.end])
+    if message.reasoning:
+        yield update_agent_thought_text(message.reasoning)
+    if message.text:
+        yield update_agent_message_text(message.text)
+    yield from updates.of(CallsRequested(number, turn.calls, conversation.policy.registry.schemas))
+    for place, (call, result) in enumerate(zip(turn.calls, turn.results, strict=False)):
+        yield from updates.of(ToolCallEnded(number, place, call, result))
+    for change in changes:
+        yield from updates.of(FilesChanged(number, change.files, change.written, {}))
 
 
 def call_id(turn: int, position: int) -> str:

@@ -43,21 +43,22 @@ class Lines:
     async def has_words(self) -> bool:
         """Whether anything but whitespace precedes the end of input. Consumes nothing; may be cancelled."""
         while not self._buffer.strip() and not self._ended:
-            data = await self._more()
-            self._buffer += data
-            self._ended = not data
+            await self._read_more()
         return bool(self._buffer.strip())
 
     async def read(self) -> str | None:
         """The next line without its newline; None at the end of input. May be cancelled."""
         while b"\n" not in self._buffer and not self._ended:
-            data = await self._more()
-            self._buffer += data
-            self._ended = not data
+            await self._read_more()
         if not self._buffer:
             return None
         line, _, self._buffer = self._buffer.partition(b"\n")
         return line.decode("utf-8", "replace")
+
+    async def _read_more(self) -> None:
+        data = await self._more()
+        self._buffer += data
+        self._ended = not data
 
     async def _more(self) -> bytes:
         if self._descriptor is None:

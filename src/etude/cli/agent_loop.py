@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import signal
-from collections.abc import Coroutine, Iterator, Mapping
+from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -93,7 +94,6 @@ class _AgentProgram:
         self._output, self._notes = standard_output(), standard_error()
         self._terminal = TerminalFace(self._output.console(), self._notes.console())
         self._user = TerminalUser(self._terminal, self._lines)
-        self._in_place = False
 
     def run(self) -> int:
         self._check_instruction()
@@ -159,29 +159,24 @@ class _AgentProgram:
         tree = DirectoryTree(path or Path())
         choice = request.choice or ModelChoice.from_dict(folder.meta.model if folder else {})
         sandbox = request.sandbox if folder is None else _sandbox_of_session(request.sandbox, folder.meta)
-        self._in_place = sandbox.in_place
         choice = choice.in_place() if sandbox.in_place else choice
         policy = await enter(open_policy(choice, request.instruction is not None, request.servers))
         backend, around = await open_surroundings(sandbox, tree.root, self._print_note_unless_json)
         self._stack.push_async_callback(backend.close)
         if folder is None:
-            mode = self._mode(None)
+            asks = request.instruction is None or sandbox.in_place
+            mode = request.mode or ("ask" if asks else "preview")
             folder = SessionFolder.create(root, tree.root, choice.to_dict(), mode, sandbox.in_place)
         elif request.choice is not None:
             folder.update(model=choice.to_dict())
         face = Frontend(self._emit, self._user.allow, self._user)
-        mode = self._mode(folder.meta.mode)
+        mode = request.mode or folder.meta.mode
         opening = open_conversation(folder, tree, policy, backend, face, mode, around, request.max_turns)
         conversation = await enter(opening)
         if not request.as_json:
             self._print_note(f"{policy.label} · {tree.root} · {mode}: {MODE_HELP[mode]}")
             self._print_note(f"session {conversation.id}")
         return conversation
-
-    def _mode(self, known: str | None) -> str:
-        asks = self._request.instruction is None or self._in_place
-        default = known or ("ask" if asks else "preview")
-        return self._request.mode or default
 
     def _emit(self, event: AgentEvent) -> None:
         if self._request.as_json:
@@ -330,34 +325,19 @@ def _sandbox_of_session(sandbox: SandboxChoice, meta: SessionMeta) -> SandboxCho
 
 async def _interruptible(conversation: Conversation, saying: Coroutine[Any, Any, Outcome]) -> Outcome:
     """Runs a turn; Ctrl-C stops the agent, and a second one raises KeyboardInterrupt."""
-    task = asyncio.ensure_future(saying)
-    with _on_interrupt(conversation, task):
-        try:
-            return await task
-        except asyncio.CancelledError:
-            if task.cancelled():
-                raise KeyboardInterrupt from None
-            raise
+    task, loop, presses = asyncio.ensure_future(saying), asyncio.get_running_loop(), itertools.count(1)
 
-
-@contextlib.contextmanager
-def _on_interrupt(conversation: Conversation, task: asyncio.Future[Outcome]) -> Iterator[None]:
-    presses = 0
-
-    def pressed() -> None:
-        nonlocal presses
-        presses += 1
-        if presses > 1 or not conversation.stop():
+    def on_interrupt() -> None:
+        if next(presses) > 1 or not conversation.stop():
             task.cancel()
 
-    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGINT, on_interrupt)
     try:
-        loop.add_signal_handler(signal.SIGINT, pressed)
-    except (RuntimeError, ValueError):  # not in the main thread
-        yield
-        return
-    try:
-        yield
+        return await task
+    except asyncio.CancelledError:
+        if task.cancelled():
+            raise KeyboardInterrupt from None
+        raise
     finally:
         loop.remove_signal_handler(signal.SIGINT)
 

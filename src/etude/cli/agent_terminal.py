@@ -5,17 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Literal
 
 from rich.console import Console, Group
 from rich.live import Live
 from rich.spinner import Spinner
 from rich.text import Text
 
-from etude.cli.agent import DIFF_STYLES
 from etude.cli.agent_calls import call_preview, call_title
 from etude.cli.agent_input import Lines
-from etude.cli.output import shown
+from etude.cli.output import print_diff, shown
+from etude.controller.agent.approval import Answer
 from etude.controller.agent.events import (
     AgentEvent,
     AgentText,
@@ -31,7 +30,7 @@ from etude.errors import UserAbortedError
 from etude.records import Status, ToolCall
 
 _OUTPUT_LINES = 3
-_ANSWERS: dict[str, Literal["once", "always", "no"]] = {
+_ANSWERS: dict[str, Answer] = {
     "y": "once",
     "yes": "once",
     "a": "always",
@@ -75,7 +74,11 @@ class TerminalFace:
                 self._refresh()
                 self._call_done(event)
             case FilesChanged():
-                self.show_changes(event)
+                self.end_line()
+                for file in event.files:
+                    self.show_diff(file.diff())
+                for path, why in event.kept_back.items():
+                    self._console.print(shown(f"not written: {path}: {why}", "bold yellow"))
             case Notice():
                 self.end_line()
                 self._console.print(shown(event.text, "yellow"))
@@ -108,24 +111,14 @@ class TerminalFace:
             self._live.stop()
             self._live = None
 
-    def show_changes(self, event: FilesChanged) -> None:
-        """Prints the diffs of a turn, and the changes that were kept back."""
-        self.end_line()
-        for file in event.files:
-            self.show_diff(file.diff())
-        for path, why in event.kept_back.items():
-            self._console.print(shown(f"not written: {path}: {why}", "bold yellow"))
-
     def show_diff(self, diff: str) -> None:
         """Prints a unified diff in colour."""
-        for line in diff.splitlines():
-            self._console.print(shown(line, DIFF_STYLES.get(line[:1], "")), soft_wrap=True)
+        print_diff(self._console, diff.splitlines())
 
     def show_call(self, call: ToolCall) -> None:
         """Prints a call that needs approval, and a preview of its effect."""
         self.questions.print(shown(call_title(call), "bold"))
-        for line in call_preview(call):
-            self.questions.print(shown(f"  {line}", DIFF_STYLES.get(line[:1], "")), soft_wrap=True)
+        print_diff(self.questions, call_preview(call), "  ")
 
     def print_status(self, status: Status, cause: str) -> None:
         """Prints why the agent stopped, unless it finished."""
@@ -173,38 +166,32 @@ class TerminalUser:
         self.num_unanswered = 0
         """Number of calls that were refused because the input had ended."""
 
-    async def allow(self, call: ToolCall) -> Literal["once", "always", "no"]:
+    async def allow(self, call: ToolCall) -> Answer:
         """Whether the call may run."""
         async with self._asking:
             with self._face.question():
-                return await self._allow(call)
+                self._face.show_call(call)
+                while (said := await self._ask("allow? [y]es, [n]o, [a]lways ")) is not None:
+                    if answer := _ANSWERS.get(said.strip().lower()):
+                        return answer
+        self.num_unanswered += 1
+        return "no"
 
     async def answer(self, question: str, options: Sequence[str] = ()) -> str:
         """See User. A number chooses an option. Raises UserAbortedError at the end of input."""
         async with self._asking:
             with self._face.question():
-                said = await self._answer(question, options)
+                console = self._face.questions
+                console.print(shown(question, "bold"))
+                for number, option in enumerate(options, 1):
+                    console.print(shown(f"  {number}. {option}"))
+                said = await self._ask("> ")
         if said is None:
             raise UserAbortedError("the user gave no answer")
         said = said.strip()
         if said.isdecimal() and 0 < int(said) <= len(options):
             return options[int(said) - 1]
         return said
-
-    async def _allow(self, call: ToolCall) -> Literal["once", "always", "no"]:
-        self._face.show_call(call)
-        while (said := await self._ask("allow? [y]es, [n]o, [a]lways ")) is not None:
-            if answer := _ANSWERS.get(said.strip().lower()):
-                return answer
-        self.num_unanswered += 1
-        return "no"
-
-    async def _answer(self, question: str, options: Sequence[str]) -> str | None:
-        console = self._face.questions
-        console.print(shown(question, "bold"))
-        for number, option in enumerate(options, 1):
-            console.print(shown(f"  {number}. {option}"))
-        return await self._ask("> ")
 
     async def _ask(self, prompt: str) -> str | None:
         console, said = self._face.questions, None

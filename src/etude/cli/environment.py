@@ -106,7 +106,7 @@ def serve_command(
     found = read_tasks(tasks, backend, config)
     for name, task in found.items():
         if task.steps:
-            error_console().print(f"left out: {name}: has several steps", highlight=False)
+            error_console().print(f"left out: {name}: has several steps")
     agent = _agent_of(config, tools, index)
 
     def open_sandboxes() -> SandboxBackend:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from etude.cli.agent_options import (
+from etude.cli.agent import (
     ContextTokensOption,
     KeyVariableOption,
     ModelNameOption,
@@ -19,13 +19,11 @@ from etude.cli.agent_options import (
 from etude.cli.output import print_json
 from etude.cli.progress import open_observer
 
-RUN = "run"
-
 
 class _TargetFirst(TyperGroup):
     """Interprets `etude eval TARGET` as `etude eval run TARGET`."""
 
-    default_command = RUN
+    default_command = "run"
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Inserts the default command if none is given."""
@@ -70,7 +68,7 @@ SettingsOption = Annotated[
 ]
 
 
-@eval_app.command(RUN)
+@eval_app.command("run")
 def run_command(
     target: TargetArgument,
     suite: SuiteOption = "heldout",

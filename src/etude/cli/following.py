@@ -64,11 +64,7 @@ class WeightFollower:
 
     def __post_init__(self) -> None:
         found = self._newest()
-        if (
-            found is not None
-            and self.loaded is not None
-            and Path(found[1]).resolve() == self.loaded.resolve()
-        ):
+        if found and self.loaded and Path(found[1]).resolve() == self.loaded.resolve():
             self._seen = found
 
     async def poll(self) -> None:

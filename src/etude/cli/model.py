@@ -60,4 +60,4 @@ def show_command(
     }
     console = output_console()
     for name, value in lines.items():
-        console.print(f"{name:14}{value}", markup=False, highlight=False, soft_wrap=True)
+        console.print(f"{name:14}{value}", markup=False, soft_wrap=True)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 
+_DIFF_STYLES = {"+": "green", "-": "red", "@": "cyan"}
 # C0 and C1 controls but tab and newline, each as its picture or as a replacement character.
 _VISIBLE = {code: 0x2400 + code for code in range(32) if code not in (9, 10)}
 _VISIBLE |= {127: 0x2421, **dict.fromkeys(range(128, 160), 0xFFFD)}
@@ -37,6 +38,12 @@ def output_console() -> Console:
 def shown(text: str, style: str = "") -> Text:
     """Text of an agent for a terminal: control characters, which could control it, become visible."""
     return Text(text.translate(_VISIBLE), style=style)
+
+
+def print_diff(console: Console, lines: Iterable[str], indent: str = "") -> None:
+    """Prints the lines of a diff in colour."""
+    for line in lines:
+        console.print(shown(indent + line, _DIFF_STYLES.get(line[:1], "")), soft_wrap=True)
 
 
 def program() -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from rich.table import Table
+from rich.table import Column, Table
 
 from etude.cli.config import FileArgument, FileOption, SetOption, chosen_file
 from etude.cli.output import JsonOption, output_console, print_json
@@ -85,10 +85,8 @@ def _print(plan: Plan) -> None:
 
 def _memory_table(memory: MemoryPlan) -> Table:
     several = f", each of {memory.count}" if memory.count > 1 else ""
-    table = Table(title=f"memory of the {memory.device}{several}", title_justify="left")
-    table.add_column("part")
-    table.add_column("takes", justify="right")
-    table.add_column("")
+    title, takes = f"memory of the {memory.device}{several}", Column("takes", justify="right")
+    table = Table("part", takes, "", title=title, title_justify="left")
     for part in memory.parts:
         table.add_row(part.name, _size(part.num_bytes), part.why)
     table.add_section()
@@ -107,10 +105,7 @@ def _size(num_bytes: float) -> str:
 
 def _step_table(plan: Plan) -> Table:
     step = plan.step
-    table = Table(title="one RL step", title_justify="left")
-    table.add_column("part")
-    table.add_column("s", justify="right")
-    table.add_column("")
+    table = Table("part", Column("s", justify="right"), "", title="one RL step", title_justify="left")
     for name, seconds, what in _step_rows(step):
         table.add_row(name, f"{seconds:,.2f}", what)
     table.add_section()

@@ -13,10 +13,9 @@ import typer
 from etude.cli.config import SetOption
 from etude.cli.output import output_console, print_json, print_table
 from etude.cli.progress import open_observer
-from etude.cli.train import CommandRequest, DropOption, config_to_run, with_short_forms
-from etude.config import RunConfig
+from etude.cli.train import DropOption, config_to_run, open_run, with_short_forms
 from etude.errors import ConfigError
-from etude.observe import Observer, RunDirectory
+from etude.observe import RunDirectory
 
 ConfigOption = Annotated[
     Path | None, typer.Option("--config", help="Configuration file (TOML). See docs/config.md.")
@@ -50,25 +49,7 @@ ResumeOption = Annotated[bool, typer.Option("--resume", help="Continue an interr
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the report as JSON.")]
 
 
-Stage = tuple[
-    Callable[[RunConfig], None], Callable[[RunConfig, RunDirectory, Observer, bool], dict[str, Any]]
-]
-"""A function that validates the configuration before the run is created, and one that trains."""
-
-
-def _load_pretraining() -> Stage:
-    from etude.controller.pretraining import check_pretraining, pretrain  # heavy: torch comes with it
-
-    return check_pretraining, pretrain
-
-
-def _load_fine_tuning() -> Stage:
-    from etude.controller.sft import check_sft, fine_tune  # heavy: torch comes with it
-
-    return check_sft, fine_tune
-
-
-def _stage_command(section: str, words: str, load: Callable[[], Stage]) -> Callable[..., None]:
+def _stage_command(section: str, words: str) -> Callable[..., None]:
     """Makes the command of a stage of next-token training, configured by `section`."""
 
     def command(
@@ -87,13 +68,19 @@ def _stage_command(section: str, words: str, load: Callable[[], Stage]) -> Calla
         wanted = config_to_run(config, settings, resume, drop or [])
         if "name" not in wanted.model_fields_set:
             wanted = wanted.model_copy(update={"name": section})
-        request = CommandRequest(section, wanted, config, settings, resume, drop or [])
-        check, train = load()
+        # Heavy: torch comes with them.
         from etude.controller.ranks import follow_torchrun
 
-        if follow_torchrun(request.config):  # torchrun started this process to follow the first one
+        if section == "pretrain":
+            from etude.controller.pretraining import check_pretraining as check
+            from etude.controller.pretraining import pretrain as train
+        else:
+            from etude.controller.sft import check_sft as check
+            from etude.controller.sft import fine_tune as train
+
+        if follow_torchrun(wanted):  # torchrun started this process to follow the first one
             return
-        with request.run(check) as (run, settled):
+        with open_run(section, wanted, config, settings, resume, drop or [], check) as (run, settled):
             report = train(settled, run, open_observer(), resume)
         _print_report(run, report, as_json)
 
@@ -104,12 +91,10 @@ def _stage_command(section: str, words: str, load: Callable[[], Stage]) -> Calla
 pretrain_command = _stage_command(
     "pretrain",
     "Train a model on text corpora: JSONL, Parquet, Lance or directories of files.",
-    _load_pretraining,
 )
 sft_command = _stage_command(
     "sft",
     "Fine-tune a model on recorded agent sessions: runs, ATIF files or chats.",
-    _load_fine_tuning,
 )
 
 

@@ -27,11 +27,7 @@ from etude.errors import ConfigError
 from etude.kit.locks import locked
 from etude.records import PolicyVersion
 
-record_app = typer.Typer(
-    name="record",
-    help="Serve a model to other agent harnesses and record every token of their sessions.",
-    no_args_is_help=True,
-)
+record_app = typer.Typer(name="record", no_args_is_help=True)
 
 ModelOption = Annotated[Path, typer.Option(help="Directory of a Hugging Face checkpoint or run.")]
 StoreOption = Annotated[Path, typer.Option(help="Directory in which the trajectories are stored.")]

@@ -1,15 +1,16 @@
-"""`etude route`: one address in front of many replicas."""
+"""`etude route`: one address in front of many replicas, and commands that list and move these."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
+from urllib.parse import quote
 
 import typer
 from pydantic import ValidationError
 
-from etude.cli.route_tables import lend_command, recall_command, release_command, replicas_command
+from etude.cli.output import JsonOption, print_json
 from etude.cli.serving_options import (
     AdminTokenOption,
     AllowedHostOption,
@@ -18,7 +19,7 @@ from etude.cli.serving_options import (
 )
 from etude.config import RouterConfig, load_section, parse_section
 from etude.config.routing import LendingLoadConfig, LendingWindowConfig
-from etude.errors import UserError
+from etude.errors import InfrastructureError, UserError
 from etude.kit.secrets import read_secret_file
 
 # Options that are not given leave the file's values, or the defaults.
@@ -87,6 +88,14 @@ KeysOption = Annotated[
         "--replicas-check-keys", help="State that the replicas check API keys, as a public --host needs."
     ),
 ]
+NameArgument = Annotated[str, typer.Argument(help="Replica, as `etude route replicas` lists it.")]
+RouterOption = Annotated[str, typer.Option("--router", help="Address of the router.")]
+TokenOption = Annotated[
+    Path | None, typer.Option("--admin-token-file", help="File with the router's administrator token.")
+]
+LentPoolOption = Annotated[str, typer.Option(help="Pool that the replica serves while it is lent.")]
+_URL = "http://127.0.0.1:8670"
+_WITHIN_S = 180.0
 
 
 def route_command(
@@ -152,10 +161,79 @@ def route_command(
 
 route_app = typer.Typer(name="route", help="Route requests from one address to many model servers.")
 route_app.callback(invoke_without_command=True)(route_command)
-route_app.command("replicas")(replicas_command)
-route_app.command("lend")(lend_command)
-route_app.command("recall")(recall_command)
-route_app.command("release")(release_command)
+
+
+@route_app.command("replicas")
+def replicas_command(
+    router: RouterOption = _URL, token: TokenOption = None, as_json: JsonOption = False
+) -> None:
+    """List a router's replicas with their pools, versions and load, and the runs that borrow them."""
+    rows = _send(router, token, "GET", "/router/replicas", None)["replicas"]
+    if as_json:
+        print_json(rows)
+        return
+    for row in rows:
+        _print_row(row)
+
+
+@route_app.command("lend")
+def lend_command(
+    name: NameArgument,
+    router: RouterOption = _URL,
+    token: TokenOption = None,
+    pool: LentPoolOption = "rollout",
+) -> None:
+    """Lend a replica to another pool until it is recalled."""
+    _print_row(_change(router, token, name, "lend", {"pool": pool}))
+
+
+@route_app.command("recall")
+def recall_command(name: NameArgument, router: RouterOption = _URL, token: TokenOption = None) -> None:
+    """Recall a lent replica to its own pool, and wait until it serves there.
+
+    It stays there until it is lent again or released.
+    """
+    _print_row(_change(router, token, name, "recall", {}))
+
+
+@route_app.command("release")
+def release_command(name: NameArgument, router: RouterOption = _URL, token: TokenOption = None) -> None:
+    """Let the router's lending rules decide over a replica again."""
+    _print_row(_change(router, token, name, "release", {}))
+
+
+def _change(router: str, token: Path | None, name: str, what: str, body: dict[str, Any]) -> dict[str, Any]:
+    return _send(router, token, "POST", f"/router/replicas/{quote(name, safe=':')}/{what}", body)
+
+
+def _print_row(row: dict[str, Any]) -> None:
+    lent = f", lent to {row['borrower']}" if row["borrower"] else ""
+    at = row["pool"] if row["pool"] == row["home"] else f"{row['pool']} (of {row['home']})"
+    by_hand = ", by hand" if row["by_hand"] else ""
+    version = row["version"] or "no version"
+    typer.echo(f"{row['name']}: {row['state']}, {at}{by_hand}{lent}, {version}, {row['running']} running")
+
+
+def _send(
+    router: str, token: Path | None, method: str, path: str, body: dict[str, Any] | None
+) -> dict[str, Any]:
+    from etude.serving.client import Answer, NoAnswerError, SyncClient, message_of
+
+    def refusal(answer: Answer) -> Exception:
+        message = f"the router refused the request: {message_of(answer)}"
+        return UserError(message, field="--router", received=answer.status_code)
+
+    secret = read_secret_file(token, "--admin-token-file")
+    try:
+        with SyncClient(router, secret, within_s=_WITHIN_S, refusal=refusal) as client:
+            return client.ask(method, path, json=body)
+    except NoAnswerError as error:
+        raise InfrastructureError(
+            "the router does not answer",
+            field="--router",
+            received=f"{router}: {error.message}",
+            fix="start the router, or correct --router",
+        ) from error
 
 
 def _changed(config: RouterConfig, given: Mapping[str, Any]) -> RouterConfig:

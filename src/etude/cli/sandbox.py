@@ -132,25 +132,25 @@ async def _examine(name: str, state: Path | None) -> Finding:
         backend = open_backend(name, state)
     except EtudeError as error:
         return Finding(name, False, None, "", (str(error),))
-    isolation = backend.capabilities().isolation
+    isolation, took_s = backend.capabilities().isolation, None
     try:
-        problems = tuple(await asyncio.to_thread(backend.doctor))
-        if problems:
-            return Finding(name, False, None, isolation, problems)
-        async with asyncio.timeout(_TRIAL_S):
-            start_s = time.perf_counter()
-            sandbox = await backend.create()
-            result = await sandbox.commands.run("echo works", timeout_s=_TRIAL_S)
-            took_s = time.perf_counter() - start_s
-        works = result.stdout == "works\n"
-        trouble = () if works else (f"a command answered {result!r}",)
-        return Finding(name, works, took_s if works else None, isolation, trouble)
+        problems = list(await asyncio.to_thread(backend.doctor))
+        if not problems:
+            async with asyncio.timeout(_TRIAL_S):
+                start_s = time.perf_counter()
+                sandbox = await backend.create()
+                result = await sandbox.commands.run("echo works", timeout_s=_TRIAL_S)
+            if result.stdout == "works\n":
+                took_s = time.perf_counter() - start_s
+            else:
+                problems = [f"a command answered {result!r}"]
     except TimeoutError:
-        return Finding(name, False, None, isolation, (f"no sandbox within {_TRIAL_S:.0f} s",))
+        problems = [f"no sandbox within {_TRIAL_S:.0f} s"]
     except EtudeError as error:
-        return Finding(name, False, None, isolation, (str(error),))
+        problems = [str(error)]
     finally:
         await backend.close()
+    return Finding(name, took_s is not None, took_s, isolation, tuple(problems))
 
 
 def _print_findings(findings: list[Finding]) -> None:

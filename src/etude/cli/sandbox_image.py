@@ -58,7 +58,9 @@ def build_command(
     from etude.sandbox.types import Network
 
     if context is None:
-        typer.echo(asyncio.run(_build_guest(state or default_state_directory())))
+        from etude.sandbox.vm.image import build_image as build_guest_image
+
+        typer.echo(asyncio.run(build_guest_image(state or default_state_directory())).digest)
         return
     if not context.is_dir():
         raise UserError("is not a directory", field="CONTEXT", received=str(context), fix="name a directory")
@@ -81,7 +83,7 @@ def build_command(
             args=_pairs("--build-arg", build_arg),
             target=target,
             options=options,
-            on_line=lambda line: say.print(line, markup=False, highlight=False),
+            on_line=lambda line: say.print(line, markup=False),
         )
     )
     typer.echo(image.digest)
@@ -150,13 +152,6 @@ def _store(state: Path | None) -> ImageStore:
     from etude.sandbox.machine_backend import default_state_directory
 
     return ImageStore((state or default_state_directory()) / IMAGES)
-
-
-async def _build_guest(state: Path) -> str:
-    from etude.sandbox.vm.image import build_image
-
-    image = await build_image(state)
-    return image.digest
 
 
 def _pairs(option: str, words: list[str] | None) -> dict[str, str]:

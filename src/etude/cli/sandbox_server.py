@@ -5,22 +5,17 @@ A server stores its address in `server.json` of the state directory, where the c
 
 from __future__ import annotations
 
+import asyncio
 import json
+from collections.abc import Awaitable, Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import typer
 
 from etude.cli.exits import error_console
 from etude.cli.output import JsonOption, output_console, print_json, print_table
-from etude.cli.sandbox_connection import (
-    NOTE,
-    ServerOption,
-    TokenOption,
-    in_sandbox,
-    on_server,
-)
 from etude.cli.sandbox_options import (
     AllowOption,
     AllowPrivateOption,
@@ -46,6 +41,15 @@ if TYPE_CHECKING:
     from etude.sandbox.interface import Sandbox
     from etude.sandbox.remote import RemoteBackend
 
+Result = TypeVar("Result")
+
+_NOTE = "server.json"
+"""File of a state directory in which a server stores its address."""
+ServerOption = Annotated[
+    str | None,
+    typer.Option("--server", help="Server address (http://HOST:PORT). Default: the one on this machine."),
+]
+TokenOption = Annotated[Path | None, typer.Option("--token-file", help="File with the token.")]
 BackendOption = Annotated[
     str | None, typer.Option("--backend", help="Backend to use. Default: the server's first.")
 ]
@@ -107,7 +111,7 @@ def serve_command(
         for name in backends or ["local"]
     }
     scheme = "https" if certificate else "http"
-    note = root / NOTE
+    note = root / _NOTE
     _refuse_second(note)
     row = {"url": f"{scheme}://{host}:{port}", "token_file": str(token_path), "owner": owner_tag()}
     clear_litter(root)
@@ -174,7 +178,7 @@ def create_command(
         resources = make_resources(memory_mb, disk_mb)
         return (await remote.create(template, resources, make_network(allow), timeout_s)).id
 
-    typer.echo(on_server(work, server, token_file, state, backend))
+    typer.echo(_on_server(work, server, token_file, state, backend))
 
 
 def list_command(
@@ -185,11 +189,7 @@ def list_command(
     state: StateOption = None,
 ) -> None:
     """List the server's sandboxes."""
-
-    async def work(remote: RemoteBackend) -> list[Any]:
-        return await remote.list()
-
-    infos = on_server(work, server, token_file, state, backend)
+    infos = _on_server(lambda remote: remote.list(), server, token_file, state, backend)
     if as_json:
         print_json([asdict(info) for info in infos])
         return
@@ -214,7 +214,7 @@ def exec_command(
         result = await found.commands.run(shell_command(command), timeout_s, on_output=forward_output)
         return exit_code(result)
 
-    raise typer.Exit(in_sandbox(work, sandbox, server, token_file, state))
+    raise typer.Exit(_in_sandbox(work, sandbox, server, token_file, state))
 
 
 def fork_command(
@@ -228,11 +228,7 @@ def fork_command(
 
     The exit code is 3 if a copy could not be made.
     """
-
-    async def work(found: Sandbox) -> list[Sandbox | SandboxError]:
-        return await found.fork(count)
-
-    copies = in_sandbox(work, sandbox, server, token_file, state)
+    copies = _in_sandbox(lambda found: found.fork(count), sandbox, server, token_file, state)
     for copy in copies:
         if not isinstance(copy, SandboxError):
             typer.echo(copy.id)
@@ -252,10 +248,10 @@ def pause_command(
     state: StateOption = None,
 ) -> None:
     """Write a sandbox to disk and stop it; print what was kept."""
-    info = in_sandbox(lambda found: found.get_info(), sandbox, server, token_file, state)
-    able = on_server(lambda remote: remote.hello(), server, token_file, state, info.backend)
+    info = _in_sandbox(lambda found: found.get_info(), sandbox, server, token_file, state)
+    able = _on_server(lambda remote: remote.hello(), server, token_file, state, info.backend)
     kind = mode or ("full" if "full" in able.pause else "filesystem")
-    in_sandbox(lambda found: found.pause(kind), sandbox, server, token_file, state)
+    _in_sandbox(lambda found: found.pause(kind), sandbox, server, token_file, state)
     error_console().print("kept: files" + (", memory and processes" if kind == "full" else " only"))
 
 
@@ -266,7 +262,7 @@ def resume_command(
     state: StateOption = None,
 ) -> None:
     """Start a paused sandbox again. Using it starts it, too."""
-    in_sandbox(lambda found: found.resume(), sandbox, server, token_file, state)
+    _in_sandbox(lambda found: found.resume(), sandbox, server, token_file, state)
 
 
 def snapshot_command(
@@ -280,7 +276,7 @@ def snapshot_command(
 
     `etude sandbox create --snapshot ID` starts a new sandbox from it.
     """
-    info = in_sandbox(lambda found: found.create_snapshot(name=name), sandbox, server, token_file, state)
+    info = _in_sandbox(lambda found: found.create_snapshot(name=name), sandbox, server, token_file, state)
     typer.echo(info.id)
 
 
@@ -299,7 +295,7 @@ def snapshots_command(
             return []
         return await remote.list_snapshots()
 
-    infos = on_server(work, server, token_file, state)
+    infos = _on_server(work, server, token_file, state)
     if as_json:
         print_json([asdict(info) for info in infos])
         return
@@ -333,7 +329,7 @@ def migrate_command(
         finally:
             await other.disconnect()
 
-    typer.echo(in_sandbox(work, sandbox, server, token_file, state))
+    typer.echo(_in_sandbox(work, sandbox, server, token_file, state))
 
 
 def kill_command(
@@ -343,4 +339,59 @@ def kill_command(
     state: StateOption = None,
 ) -> None:
     """Kill a sandbox and delete its files."""
-    in_sandbox(lambda found: found.kill(), sandbox, server, token_file, state)
+    _in_sandbox(lambda found: found.kill(), sandbox, server, token_file, state)
+
+
+def _on_server(
+    work: Callable[[RemoteBackend], Awaitable[Result]],
+    server: str | None,
+    token_file: Path | None,
+    state: Path | None,
+    backend: str | None = None,
+) -> Result:
+    """Calls `work` with a server, whose sandboxes continue afterwards; returns its result."""
+    url, token = _find_server(server, token_file, state)
+
+    async def connected() -> Result:
+        from etude.sandbox.remote import RemoteBackend
+
+        remote = RemoteBackend(url, token, backend)
+        try:
+            return await work(remote)
+        finally:
+            await remote.disconnect()
+
+    return asyncio.run(connected())
+
+
+def _in_sandbox(
+    work: Callable[[Sandbox], Awaitable[Result]],
+    sandbox: str,
+    server: str | None,
+    token_file: Path | None,
+    state: Path | None,
+) -> Result:
+    """Calls `work` with the sandbox of this id; returns its result."""
+
+    async def connected(remote: RemoteBackend) -> Result:
+        return await work(await remote.connect(sandbox))
+
+    return _on_server(connected, server, token_file, state)
+
+
+def _find_server(server: str | None, token_file: Path | None, state: Path | None) -> tuple[str, str | None]:
+    """(address, token). Raises UserError without a named or a local server, and as `read_secret_file`."""
+    from etude.kit.durable import read_record
+    from etude.sandbox.machine_backend import default_state_directory
+
+    if server is None:
+        row = read_record((state or default_state_directory()) / _NOTE)
+        if not row:
+            raise UserError(
+                "no sandbox server runs here",
+                field="--server",
+                received=server,
+                fix="start one with `etude sandbox serve`, or name another with --server",
+            )
+        server, token_file = row["url"], token_file or Path(row["token_file"])
+    return str(server), read_secret_file(token_file, "--token-file")

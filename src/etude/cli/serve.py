@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -23,17 +23,13 @@ from etude.cli.serving_options import (
     AdminTokenOption,
     AllowedHostOption,
     CacheDtypeOption,
-    CacheOption,
     CertificateOption,
-    DraftsOption,
     DrainOption,
     HostOption,
     KernelsOption,
     KeyOption,
     LineageOption,
-    NumSessionsOption,
     PortOption,
-    SpeculativeOption,
     StepOption,
     WeightDtypeOption,
 )
@@ -58,6 +54,16 @@ ContextOption = Annotated[
     int | None, typer.Option(min=16, help="Limit of prompt and answer in tokens. Default: the model's.")
 ]
 AnswerOption = Annotated[int, typer.Option(min=1, help="Default limit of an answer in tokens.")]
+NumSessionsOption = Annotated[int, typer.Option(min=1, help="Answers computed at the same time.")]
+CacheOption = Annotated[
+    int, typer.Option(min=0, help="MiB for keys and values; 0: at most half of the free memory.")
+]
+SpeculativeOption = Annotated[
+    int, typer.Option(min=0, help="Tokens drafted ahead and verified in one step; 0 turns it off.")
+]
+DraftsOption = Annotated[
+    Literal["ngram", "mtp"], typer.Option(help="Source of drafts: the session itself, or prediction layers.")
+]
 PoolOption = Annotated[str, typer.Option(help="Pool of the router to which this replica belongs.")]
 BodyOption = Annotated[int, typer.Option(min=1, help="Largest request body in bytes.")]
 RequestsOption = Annotated[int, typer.Option(min=1, help="Most open requests, waiting ones included.")]

@@ -33,13 +33,3 @@ CacheDtypeOption = Annotated[
     NumberFormat, typer.Option(help="Number format of keys and values; auto: as the model computes.")
 ]
 WeightDtypeOption = Annotated[NumberFormat, typer.Option(help="Number format of native kernels' matrices.")]
-NumSessionsOption = Annotated[int, typer.Option(min=1, help="Answers computed at the same time.")]
-CacheOption = Annotated[
-    int, typer.Option(min=0, help="MiB for keys and values; 0: at most half of the free memory.")
-]
-SpeculativeOption = Annotated[
-    int, typer.Option(min=0, help="Tokens drafted ahead and verified in one step; 0 turns it off.")
-]
-DraftsOption = Annotated[
-    Literal["ngram", "mtp"], typer.Option(help="Source of drafts: the session itself, or prediction layers.")
-]

@@ -14,9 +14,8 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from etude.cli.agent import DIFF_STYLES
 from etude.cli.exits import error_console
-from etude.cli.output import output_console, print_json, print_table
+from etude.cli.output import output_console, print_diff, print_json, print_table
 from etude.cli.progress import count_steps, open_observer
 from etude.errors import ConfigError, TaskError
 from etude.records import Task
@@ -121,7 +120,7 @@ def sessions_command(
     written = write_chats(sessions, file, run_config.agent, flawless=flawless)
     others = "call tools that agent.tools lacks, show malformed calls" + ", fail a test run" * flawless
     left_out = f"; the others {others}" if written < len(sessions) else ""
-    error_console().print(f"{written} of {len(sessions)} sessions{left_out}", highlight=False)
+    error_console().print(f"{written} of {len(sessions)} sessions{left_out}")
 
 
 @tasks_app.command("check")
@@ -154,7 +153,7 @@ def check_command(
     num_failed = sum(task.report.reason is not None for task in checked)
     num_forgeable = sum(bool(task.report.forgeable) for task in checked)
     words = f"{len(checked) - num_failed} of {len(checked)} tasks are verified, {num_forgeable} are forgeable"
-    error_console().print(words, highlight=False)
+    error_console().print(words)
     if num_failed:
         raise typer.Exit(1)
 
@@ -267,7 +266,7 @@ def import_command(
         for reject in report.rejects:
             typer.echo(f"{reject['row']}: rejected: {reject['reason']}")
     made, rejected = count_steps(len(report.written), "task"), count_steps(len(report.rejects), "row")
-    error_console().print(f"{made}, {rejected} rejected", highlight=False)
+    error_console().print(f"{made}, {rejected} rejected")
     if not report.written:
         raise typer.Exit(1)
 
@@ -289,9 +288,9 @@ def _print_report(report: MakeReport) -> None:
     ]
     print_table(output_console(), ("", ""), rows, right=(0,))
     for kind, why in report.left_out.items():
-        output_console().print(f"no {kind}: {why}", highlight=False)
+        output_console().print(f"no {kind}: {why}")
     if report.missed:
-        output_console().print(report.missed, highlight=False)
+        output_console().print(report.missed)
 
 
 def _read_tasks(
@@ -322,5 +321,4 @@ def _print_solution(console: Console, task: Task) -> None:
             before.splitlines(), text.splitlines(), f"a/{path}", f"b/{path}", lineterm=""
         )
         console.print()
-        for line in diff:
-            console.print(Text(line, style=DIFF_STYLES.get(line[:1], "")), soft_wrap=True)
+        print_diff(console, diff)

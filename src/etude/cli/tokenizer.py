@@ -11,9 +11,7 @@ from etude.cli.output import output_console
 from etude.config import SourceConfig
 from etude.errors import ConfigError
 
-tokenizer_app = typer.Typer(
-    name="tokenizer", help="Train tokenizers for models that start from random weights.", no_args_is_help=True
-)
+tokenizer_app = typer.Typer(name="tokenizer", no_args_is_help=True)
 
 
 @tokenizer_app.callback()

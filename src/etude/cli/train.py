@@ -6,7 +6,6 @@ import contextlib
 import json
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -104,8 +103,8 @@ def train_command(
     else:
         from etude.controller.train import train
 
-    request = CommandRequest("train", run_config, config, settings, resume, drop or [])
-    with request.run(partial(check_start, observer=open_observer())) as (run, run_config):
+    check = partial(check_start, observer=open_observer())
+    with open_run("train", run_config, config, settings, resume, drop or [], check) as (run, run_config):
         report = train(run_config, run, open_observer(), resume)
         build_report(run)
     if as_json:
@@ -116,42 +115,39 @@ def train_command(
         print_result(run, report)
 
 
-@dataclass(frozen=True, slots=True)
-class CommandRequest:
-    """The arguments of a training command, and the configuration from them."""
+@contextlib.contextmanager
+def open_run(
+    command: str,
+    config: RunConfig,
+    file: Path | None,
+    settings: Sequence[str],
+    resume: bool,
+    dropped: Sequence[str],
+    check: Callable[[RunConfig], None],
+) -> Iterator[tuple[RunDirectory, RunConfig]]:
+    """Creates or resumes the run; yields it and its settled configuration, for training within the block.
 
-    command: str
-    config: RunConfig
-    file: Path | None
-    settings: Sequence[str]
-    resume: bool
-    dropped: Sequence[str]
+    `config`: from `file` and `settings`. A new run that is refused leaves no directory. After Ctrl-C, prints
+    how to resume, and raises typer.Exit.
+    """
+    from etude.controller.starting import resolve_run_servers  # heavy, as its callers' imports
 
-    @contextlib.contextmanager
-    def run(self, check: Callable[[RunConfig], None]) -> Iterator[tuple[RunDirectory, RunConfig]]:
-        """Creates or resumes the run; yields it and its settled configuration, for training within the block.
-
-        A new run that is refused leaves no directory. After Ctrl-C, prints how to resume, and raises
-        typer.Exit.
-        """
-        from etude.controller.starting import resolve_run_servers  # heavy, as its callers' imports
-
-        if self.resume:
-            run, config = resumed_run(self.config, self.dropped)
-        else:
-            config = resolve_run_servers(self.config)
-            check(config)
-            run = RunDirectory.create(config)
-        try:
-            with contextlib.nullcontext() if self.resume else run.removed_if_refused():
-                yield run, config
-        except KeyboardInterrupt:
-            options = [part for setting in self.settings for part in ("--set", setting)]
-            file = [] if self.file is None else ["--config", str(self.file)]
-            again = shlex.join([program(), self.command, *file, *options, "--resume"])
-            error_console().print(f"interrupted; state saved in {run.path}; resume with:", markup=False)
-            error_console().print(f"  {again}", markup=False, soft_wrap=True)
-            raise typer.Exit(EXIT_INTERRUPTED) from None
+    if resume:
+        run, config = resumed_run(config, dropped)
+    else:
+        config = resolve_run_servers(config)
+        check(config)
+        run = RunDirectory.create(config)
+    try:
+        with contextlib.nullcontext() if resume else run.removed_if_refused():
+            yield run, config
+    except KeyboardInterrupt:
+        options = [part for setting in settings for part in ("--set", setting)]
+        named = [] if file is None else ["--config", str(file)]
+        again = shlex.join([program(), command, *named, *options, "--resume"])
+        error_console().print(f"interrupted; state saved in {run.path}; resume with:", markup=False)
+        error_console().print(f"  {again}", markup=False, soft_wrap=True)
+        raise typer.Exit(EXIT_INTERRUPTED) from None
 
 
 def print_result(run: RunDirectory, report: dict[str, Any]) -> None:
@@ -240,7 +236,7 @@ def resumed_run(config: RunConfig, dropped: Sequence[str] = ()) -> tuple[RunDire
             error, "the run was started with a key that this version does not know"
         ) from error
     config = _with_described_tools(config, begun_with)
-    stored, wanted = _flatten(begun_with), _flatten(config)
+    stored, wanted = (_flatten(either.model_dump(mode="json")) for either in (begun_with, config))
     asked = run.environment.get("asked", {})  # where a time limit has become other steps
     for key in dict.fromkeys((*wanted, *stored)):
         value = wanted.get(key)
@@ -266,15 +262,8 @@ def _with_described_tools(config: RunConfig, stored: RunConfig) -> RunConfig:
     return config.model_copy(update={"agent": config.agent.model_copy(update={"mcp": mcp})})
 
 
-def _flatten(config: RunConfig) -> dict[str, Any]:
+def _flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
-
-    def walk(tree: dict[str, Any], prefix: str) -> None:
-        for key, value in tree.items():
-            if isinstance(value, dict):
-                walk(value, f"{prefix}{key}.")
-            else:
-                flat[f"{prefix}{key}"] = value
-
-    walk(config.model_dump(mode="json"), "")
+    for key, value in tree.items():
+        flat |= _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
     return flat

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.text import Text
 
-from etude.cli.output import shown
-from etude.records import Relation, Segment, ToolCall, Trajectory, Turn
+from etude.cli.output import print_diff, shown
+from etude.records import Relation, Segment, Trajectory, Turn
 
 if TYPE_CHECKING:
     from etude.store.comparison import Comparison, Divergence
     from etude.tokens.tokenizer import Tokenizer
 
-DIFF_STYLES = {"+": "green", "-": "red", "@": "cyan"}
 _AROUND = 4
 """Number of tokens shown on each side of the first different one."""
 
@@ -162,11 +161,9 @@ def print_comparison(
         console.print(Text(f"turn {parted.turn} differs: {', '.join(parted.aspects)}", style="bold cyan"))
         if parted.token is not None:
             _print_tokens(console, sides, parted, tokenizers)
-        for line in _turn_lines(parted.left, parted.right):
-            console.print(shown(line, DIFF_STYLES.get(line[:1], "")), soft_wrap=True)
+        print_diff(console, _turn_lines(parted.left, parted.right))
     for name, (one, other) in compared.outcome.items():
-        console.print(shown(f"-{name}: {one}", "red"))
-        console.print(shown(f"+{name}: {other}", "green"))
+        print_diff(console, (f"-{name}: {one}", f"+{name}: {other}"))
 
 
 def comparison_document(left: Trajectory, right: Trajectory, compared: Comparison) -> dict[str, Any]:
@@ -206,17 +203,17 @@ def _print_tokens(
             continue
         window = segment.tokens[max(0, parted.token - _AROUND) : min(parted.token + _AROUND, turn.end)]
         text = "" if tokenizer is None else f"  {tokenizer.decode(window)!r}"
-        console.print(shown(f"{mark}{window.tolist()}{text}", DIFF_STYLES[mark]), soft_wrap=True)
+        print_diff(console, [f"{mark}{window.tolist()}{text}"])
 
 
 def _turn_lines(left: Turn | None, right: Turn | None) -> Iterator[str]:
     """Yields the unified diff of two messages, and of the results of each of their calls."""
     yield from _diff("message", left.text if left else None, right.text if right else None)
-    for at in range(max(len(turn.calls) if turn else 0 for turn in (left, right))):
-        calls = [_call_at(turn, at) for turn in (left, right)]
+    turns = [turn for turn in (left, right) if turn]
+    for at in range(max((len(turn.calls) for turn in turns), default=0)):
         answers = [_answer_at(turn, at) for turn in (left, right)]
         if answers[0] != answers[1]:
-            name = next((call.name for call in calls if call is not None), "")
+            name = next(turn.calls[at].name for turn in turns if at < len(turn.calls))
             yield from _diff(f"result of call {at + 1}, {name or 'malformed'}", *answers)
 
 
@@ -231,14 +228,9 @@ def _diff(title: str, left: str | None, right: str | None) -> Iterator[str]:
             yield f"{mark}[nothing]"
 
 
-def _call_at(turn: Turn | None, at: int) -> ToolCall | None:
-    return turn.calls[at] if turn is not None and at < len(turn.calls) else None
-
-
 def _answer_at(turn: Turn | None, at: int) -> str | None:
-    results: Sequence[Any] = turn.results if turn is not None else ()
-    if at >= len(results):
+    if turn is None or at >= len(turn.results):
         return None
-    result = results[at]
+    result = turn.results[at]
     marks = [f"[error: {result.error}]"] if result.error else []
     return "\n".join([result.output, *marks, *(["[finished]"] if result.finished else [])])

@@ -7,7 +7,7 @@ import pytest
 
 from etude.config import ClusterConfig
 from etude.controller.local import LocalHandle
-from etude.controller.remote.evaluation import BackgroundEvaluation, EvaluationPart, JudgedVersion
+from etude.controller.remote.evaluation import BackgroundEvaluation, EvaluationPart, Judgement
 from etude.controller.supervision import FaultJournal, Supervision
 from etude.environment.episodes import EpisodeLimits
 from etude.errors import WeightUpdateError
@@ -38,16 +38,14 @@ class Judge:
     async def pulse(self) -> None:
         """Is well."""
 
-    async def judge(self, manifest: WeightManifest, tasks: Sequence[Task]) -> JudgedVersion:
+    async def judge(self, manifest: WeightManifest, tasks: Sequence[Task]) -> Judgement:
         self.asked.append(manifest.version.step)
         self.dies()
         await self.may_end.wait()
         if self.error is not None:
             raise self.error
         step = manifest.version.step
-        return JudgedVersion(
-            manifest.version, {"pass_rate": step / 100, "greedy": 0.5}, (str(manifest.version),)
-        )
+        return {"pass_rate": step / 100, "greedy": 0.5}, [str(manifest.version)]
 
 
 class Bench:
@@ -182,9 +180,9 @@ def test_a_version_is_judged_by_its_own_tokens_whatever_is_in_service_elsewhere(
         tasks = [TASK, TASK]
         judged = [await part.judge(manifest, tasks) for manifest in manifests]
         again = await part.judge(manifests[0], tasks)
-        assert [one.sampled_by for one in judged] == [(str(one.version),) for one in manifests]
+        assert [versions for _, versions in judged] == [[str(one.version)] for one in manifests]
         assert again == judged[0]
-        assert set(again.figures) == {"pass_rate", "greedy"}
+        assert set(again[0]) == {"pass_rate", "greedy"}
         await part.close()
 
     asyncio.run(run())

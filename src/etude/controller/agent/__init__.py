@@ -2,7 +2,7 @@
 
     words --> Conversation --> run_session --> MirroredWorkspace --> sandbox
                   |                                   |
-              SessionFolder (journal, changes)     Mirror <--> Tree (the repository, or an editor's buffers)
+              SessionFolder (journal, changes)     Mirror <--> DirectoryTree (or EditorTree)
 
 The terminal (`cli.agent_terminal`) and editors (`cli.agent_acp`) are two front ends of one Conversation.
 """

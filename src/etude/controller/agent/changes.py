@@ -24,7 +24,7 @@ class FileChange:
 
     def diff(self) -> str:
         """The change as a unified diff; one line for files that are not text."""
-        old, new = _text(self.before), _text(self.after)
+        old, new = text_of(self.before), text_of(self.after)
         if old is None or new is None or old == new:
             # Bytes that are not text, or an empty file that was added or deleted.
             kind = "Binary" if old is None or new is None else "Empty"
@@ -119,7 +119,7 @@ def _verb(file: FileChange) -> str:
     return "deleted" if file.after is None else "changed"
 
 
-def _text(data: bytes | None) -> str | None:
+def text_of(data: bytes | None) -> str | None:
     """The text of a file; "" where it does not exist; None for bytes that are not text."""
     if data is None:
         return ""

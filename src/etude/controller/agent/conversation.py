@@ -30,7 +30,7 @@ from etude.controller.agent.mirror import Mirror
 from etude.controller.agent.models import Policy
 from etude.controller.agent.narrating import Narrator
 from etude.controller.agent.surroundings import Surroundings
-from etude.controller.agent.trees import Tree
+from etude.controller.agent.trees import DirectoryTree
 from etude.controller.agent.workspace import MirroredWorkspace
 from etude.errors import InfrastructureError, ResourceError
 from etude.observe.machine import total_memory_bytes
@@ -83,7 +83,7 @@ class Conversation:
     """Use `open_conversation`. One `say` at a time."""
 
     folder: SessionFolder
-    tree: Tree
+    tree: DirectoryTree
     policy: Policy
     backend: SandboxBackend
     face: Frontend
@@ -145,21 +145,18 @@ class Conversation:
         Raises UserError and InfrastructureError; the session can then be continued.
         """
         with self._mark_busy():
-            return await self._say(text)
-
-    async def _say(self, text: str) -> Outcome:
-        words = self._with_undone(text)
-        workspace = await self._ready()
-        if self.journal is None:
-            session = self._new_session(words)
-            self.journal = JournaledSession.create(self.folder.journal, session, self.state)
-        else:
-            self._end_open(STOPPED_BY_USER)
-            self.journal.on_user(words)
-        self._undone.clear()
-        self._first_turn = self.num_turns
-        self.folder.add_prompt(text, self.num_turns)
-        return await self._run(workspace)
+            words = self._with_undone(text)
+            workspace = await self._ready()
+            if self.journal is None:
+                session = self._new_session(words)
+                self.journal = JournaledSession.create(self.folder.journal, session, self.state)
+            else:
+                self._end_open(STOPPED_BY_USER)
+                self.journal.on_user(words)
+            self._undone.clear()
+            self._first_turn = self.num_turns
+            self.folder.add_prompt(text, self.num_turns)
+            return await self._run(workspace)
 
     @property
     def is_open(self) -> bool:
@@ -419,7 +416,7 @@ class _RerunLog:
 @contextlib.asynccontextmanager
 async def open_conversation(
     folder: SessionFolder,
-    tree: Tree,
+    tree: DirectoryTree,
     policy: Policy,
     backend: SandboxBackend,
     face: Frontend,

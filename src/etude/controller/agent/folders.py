@@ -14,7 +14,7 @@ import re
 import secrets
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +54,7 @@ class SessionMeta:
     """The approval mode when it was last used."""
     created_s: float
     prompts: tuple[Prompt, ...] = ()
-    test_paths: tuple[str, ...] = field(default=())
+    test_paths: tuple[str, ...] = ()
     """Paths of the tests that it can run, as of its start."""
     in_place: bool = False
     """Whether it works on the directory itself."""
@@ -127,8 +127,7 @@ class SessionFolder:
 
     def add_prompt(self, text: str, after_turn: int) -> int:
         """Saves an instruction; returns its number, from 1."""
-        self.meta = replace(self.meta, prompts=(*self.meta.prompts, Prompt(text, after_turn)))
-        self._save()
+        self.update(prompts=(*self.meta.prompts, Prompt(text, after_turn)))
         return len(self.meta.prompts)
 
     def update(self, **values: Any) -> None:
@@ -159,9 +158,8 @@ class SessionFolder:
         return found
 
     def _save(self) -> None:
-        document = {"format": FORMAT, **asdict(self.meta)}
         try:
-            write_json(self.path / "session.json", document)
+            write_json(self.path / "session.json", {"format": FORMAT, **asdict(self.meta)})
         except OSError as error:
             raise StoreError(
                 "the session cannot be saved", field="session.json", received=str(error)

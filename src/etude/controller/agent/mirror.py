@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from etude.agent.tools.state import HARNESS_DIRECTORY, is_harness_path
 from etude.controller.agent.changes import FileChange, TurnChange
-from etude.controller.agent.trees import Tree, is_left_out, is_test
+from etude.controller.agent.trees import DirectoryTree, is_left_out, is_test
 from etude.errors import AgentError, SandboxError, UserError
 from etude.sandbox.errors import PathKindError
 from etude.sandbox.interface import Sandbox
@@ -28,7 +28,7 @@ NO_TEXT = "its name is not valid text"
 class Mirror:
     """Synchronises one sandbox and one tree. One call at a time."""
 
-    tree: Tree
+    tree: DirectoryTree
     writes: bool = True
     """Whether changes go to the tree; else they stay in the sandbox."""
     disk: dict[str, bytes] = field(default_factory=dict[str, bytes])
@@ -50,7 +50,7 @@ class Mirror:
 
     async def load(self) -> None:
         """Reads the tree, for a new sandbox."""
-        self.disk = dict(await self.tree.scan())
+        self.disk = await self.tree.scan()
         self.box = dict(self.disk)
 
     def make_template(self, more: Mapping[str, bytes], image: Image | None) -> Template:
@@ -151,10 +151,7 @@ class Mirror:
     async def write(self, path: str, after: bytes | None) -> str:
         """Writes one file to the tree unless the person changed it; returns why not, or ""."""
         known = self.disk.get(path)
-        if known == after:
-            self.refused.pop(path, None)
-            return ""
-        why = await self._try_to_write(path, known, after)
+        why = "" if known == after else await self._try_to_write(path, known, after)
         if why:
             self.refused[path] = why
         else:

@@ -6,10 +6,9 @@ import asyncio
 import contextlib
 import os
 import subprocess
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Protocol
 
 from etude.errors import ConfigError, UserError
 from etude.kit.durable import write_bytes
@@ -43,45 +42,6 @@ LEFT_OUT_NAMES = frozenset(
 _GIT_S = 30.0
 
 
-class Tree(Protocol):
-    """Files by their path relative to the root, with `/` between its parts."""
-
-    @property
-    def root(self) -> Path: ...
-
-    @property
-    def left_out(self) -> list[str]:
-        """Files that were too large at the last scan."""
-        ...
-
-    async def scan(self) -> Mapping[str, bytes]:
-        """Current contents of all files. Raises ConfigError for a directory that is missing or too large."""
-        ...
-
-    async def read(self, path: str) -> bytes | None:
-        """Current contents of one file; None if it does not exist or may not be read."""
-        ...
-
-    async def write(self, path: str, data: bytes) -> None:
-        """Writes one file, and the folders above it. Raises UserError for a path that must not be written."""
-        ...
-
-    async def remove(self, path: str) -> None:
-        """Removes one file, and the folders above it that it leaves empty. Raises UserError."""
-        ...
-
-    async def occupied(self, path: str) -> bool:
-        """Whether a path exists, even if `read` does not return it, such as a file that is too large."""
-        ...
-
-    async def unwanted(self, paths: Iterable[str]) -> set[str]:
-        """The paths among these that are not source: caches, and those that git would ignore.
-
-        A directory is given with a slash at its end.
-        """
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class _File:
     """A file's contents as read; valid as long as its stamp is unchanged."""
@@ -91,7 +51,7 @@ class _File:
 
 
 class DirectoryTree:
-    """Implements `Tree` on a directory.
+    """The files of a directory, by their path relative to it, with `/` between its parts.
 
     In a git work tree git determines the files: those that it tracks and those that it does not ignore.
     Symbolic links are neither read nor written nor followed.
@@ -103,58 +63,64 @@ class DirectoryTree:
             raise ConfigError(
                 "is not a directory", field="PATH", received=str(root), fix="name a directory that exists"
             )
-        self._root = root.resolve()
-        if self._root == Path(self._root.anchor):
+        self.root = root.resolve()
+        if self.root == Path(self.root.anchor):
             raise ConfigError(
                 "is the root directory, which cannot be copied into a sandbox",
                 field="PATH",
                 received=str(root),
                 fix="name the directory of one project: etude agent ~/project",
             )
+        self.left_out: list[str] = []
+        """Files that were too large at the last scan."""
         self._cached: dict[str, _File] = {}
-        self._left_out: list[str] = []
 
-    @property
-    def left_out(self) -> list[str]:
-        return self._left_out
+    async def scan(self) -> dict[str, bytes]:
+        """Current contents of all files; those that did not change since the last scan are not read again.
 
-    @property
-    def root(self) -> Path:
-        return self._root
-
-    async def scan(self) -> Mapping[str, bytes]:
-        """See Tree. Files that did not change since the last scan are not read again."""
+        Raises ConfigError for a directory that is missing or too large.
+        """
         return await asyncio.to_thread(self._scan)
 
     async def read(self, path: str) -> bytes | None:
-        return await asyncio.to_thread(self._read, path)
+        """Current contents of one file; None if it does not exist or may not be read."""
+        found = await asyncio.to_thread(self._read_file, path)
+        return None if found is None else found.data
 
     async def write(self, path: str, data: bytes) -> None:
-        """See Tree. A file keeps its permissions."""
+        """Writes one file, which keeps its permissions, and the folders above it. Raises UserError for a path
+        that must not be written."""
         await asyncio.to_thread(self._write, path, data)
 
     async def remove(self, path: str) -> None:
+        """Removes one file, and the folders above it that it leaves empty. Raises UserError."""
         await asyncio.to_thread(self._remove, path)
 
     async def occupied(self, path: str) -> bool:
-        return await asyncio.to_thread(self._occupied, path)
+        """Whether a path exists, even if `read` does not return it, such as a file that is too large."""
+        place = await asyncio.to_thread(self._place, path)
+        return place is not None and await asyncio.to_thread(place.exists)
 
     async def unwanted(self, paths: Iterable[str]) -> set[str]:
+        """The paths among these that are not source: caches, and those that git would ignore.
+
+        A directory is given with a slash at its end.
+        """
         listed = list(paths)
         named = {path for path in listed if is_left_out(path)}
         rest = [path for path in listed if path not in named]
         if not rest:
             return named
-        ignored = await asyncio.to_thread(_git, self._root, ("check-ignore", "-z", "--stdin"), rest)
+        ignored = await asyncio.to_thread(_git, self.root, ("check-ignore", "-z", "--stdin"), rest)
         return named | set(ignored or ())
 
     def _scan(self) -> dict[str, bytes]:
-        if not self._root.is_dir():
-            raise ConfigError("does not exist", field="PATH", received=str(self._root), fix="name another")
+        if not self.root.is_dir():
+            raise ConfigError("does not exist", field="PATH", received=str(self.root), fix="name another")
         cached: dict[str, _File] = {}
-        self._left_out = []
+        self.left_out = []
         total_bytes = 0
-        for path in list_names(self._root):
+        for path in list_names(self.root):
             found = self._read_file(path)
             if found is None:
                 continue
@@ -164,17 +130,13 @@ class DirectoryTree:
                 raise ConfigError(
                     f"holds more than {MAX_BYTES >> 20} MiB or {MAX_FILES:,} files",
                     field="PATH",
-                    received=str(self._root),
-                    fix=self._smaller(),
+                    received=str(self.root),
+                    fix="name a folder below it, or have git ignore what is not source"
+                    if (self.root / ".git").exists()
+                    else "name the directory of one project, or a folder below it",
                 )
         self._cached = cached
         return {path: file.data for path, file in cached.items()}
-
-    def _smaller(self) -> str:
-        """The advice for a directory that is too large."""
-        if (self._root / ".git").exists():
-            return "name a folder below it, or have git ignore what is not source"
-        return "name the directory of one project, or a folder below it"
 
     def _read_file(self, path: str) -> _File | None:
         place = self._place(path)
@@ -185,7 +147,7 @@ class DirectoryTree:
             if not place.is_file():
                 return None
             if status.st_size > MAX_FILE_BYTES:
-                self._left_out.append(path)
+                self.left_out.append(path)
                 return None
             stamp = (status.st_mtime_ns, status.st_size, status.st_ino)
             known = self._cached.get(path)
@@ -200,20 +162,12 @@ class DirectoryTree:
                 fix="make it readable, have git ignore it, or name another directory",
             ) from error
 
-    def _read(self, path: str) -> bytes | None:
-        found = self._read_file(path)
-        return None if found is None else found.data
-
-    def _occupied(self, path: str) -> bool:
-        place = self._place(path)
-        return place is not None and place.exists()
-
     def _place(self, path: str) -> Path | None:
         """Absolute form of a path; None where it leaves the root or leads through a link."""
         parts = PurePosixPath(path).parts
         if not parts or path.startswith("/") or ".." in parts or "\0" in path:
             return None
-        place = self._root
+        place = self.root
         for part in parts:
             place = place / part
             if place.is_symlink():
@@ -243,7 +197,7 @@ class DirectoryTree:
         except OSError as error:
             raise UserError("cannot be removed", field=path, received=str(error)) from error
         with contextlib.suppress(OSError):
-            while place.parent != self._root:
+            while place.parent != self.root:
                 place = place.parent
                 place.rmdir()
 

@@ -75,7 +75,7 @@ class ControlClient:
         where they do. Raises UnknownMemberError where it must join again."""
         body = {
             "member": member,
-            "version": _document(version),
+            "version": version and version_document(version),
             "running": dict(running),
             "trouble": trouble[:_CAUSE_CHARACTERS],
         }
@@ -90,7 +90,7 @@ class ControlClient:
         self, member: str, version: PolicyVersion | None, most: int, wait_s: float
     ) -> dict[str, Any]:
         """Claims sessions. `wait_s`: how long the run may wait for some. Raises UnknownMemberError."""
-        body = {"member": member, "version": _document(version), "most": most}
+        body = {"member": member, "version": version and version_document(version), "most": most}
         return await self._ask("POST", "/v1/claim", body, within_s=wait_s + _LATE_S)
 
     async def send(self, member: str, lease: str, data: bytes | None) -> str:
@@ -141,10 +141,6 @@ class ControlClient:
         # A proxy whose server is down, a run whose disk is full: another attempt may help.
         kind = ControlLostError if status >= 500 else InfrastructureError
         return kind(f"the run answers {status}: {message}", field=field, received=self.url)
-
-
-def _document(version: PolicyVersion | None) -> dict[str, Any] | None:
-    return None if version is None else version_document(version)
 
 
 async def unless(event: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:

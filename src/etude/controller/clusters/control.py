@@ -297,8 +297,7 @@ class Control:
         """Metrics: counts since this process began, and current sizes. From any thread."""
         board, alive = self.board, self.board.alive
         return {
-            **{name: float(value) for name, value in asdict(board.counts).items()},
-            **{name: float(value) for name, value in asdict(self.traffic).items()},
+            **{name: float(n) for name, n in (asdict(board.counts) | asdict(self.traffic)).items()},
             "refused_clusters": float(self.num_refused),
             "clusters": float(len(alive)),
             "without_weights": float(sum(bool(member.trouble) for member in alive)),

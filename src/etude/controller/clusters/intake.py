@@ -8,8 +8,6 @@ again.
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,20 +20,28 @@ from etude.errors import StoreError
 from etude.kit.durable import write_bytes
 from etude.records import PolicyVersion, TrajectoryId, WeightManifest
 from etude.store.bundles import Bundle, unpack_trajectory
-from etude.weights.folders import Folder, open_folder
+from etude.weights.folders import open_folder
 
 _SUFFIX = ".session"
 
 
+class DamagedSessionError(StoreError):
+    """The received data is not, bit for bit, the leased session."""
+
+
+class UnwrittenSessionError(StoreError):
+    """The run cannot store a session now, such as on a full disk."""
+
+
 class Inbox:
-    """A directory of bundles, one a session. Methods may be called from any thread."""
+    """A directory of bundles, one a session. Methods may be called from any thread: each reads or changes the
+    dict of paths in one step."""
 
     def __init__(self, directory: Path, max_bytes: int) -> None:
         """`max_bytes`: limit of one unpacked session. Damaged files are deleted, and counted."""
         self.num_damaged = 0
         self._directory = directory
         self._max_bytes = max_bytes
-        self._lock = threading.Lock()
         self._paths: dict[TrajectoryId, Path] = {}
         for path in sorted(directory.glob(f"*{_SUFFIX}")):
             try:
@@ -51,25 +57,26 @@ class Inbox:
         return len(self._paths)
 
     def put(self, identity: TrajectoryId, data: bytes) -> None:
-        """Stores a bundle durably; replaces an earlier one of the same session. Raises StoreError."""
+        """Stores a bundle durably; replaces an earlier one of the same session.
+
+        Raises UnwrittenSessionError.
+        """
         path = self._directory / f"{blake3(repr(identity).encode()).hexdigest()[:32]}{_SUFFIX}"
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
             write_bytes(path, data)
         except OSError as error:
-            raise StoreError(
+            raise UnwrittenSessionError(
                 f"a session could not be written: {error.strerror}",
                 field="clusters",
                 received=str(path),
                 fix="check the disk's free space and permissions",
             ) from error
-        with self._lock:
-            self._paths[identity] = path
+        self._paths[identity] = path
 
     def find(self, identity: TrajectoryId) -> Bundle | None:
         """The stored bundle of a session; None where there is none, or it is damaged."""
-        with self._lock:
-            path = self._paths.get(identity)
+        path = self._paths.get(identity)
         if path is None:
             return None
         try:
@@ -81,16 +88,13 @@ class Inbox:
 
     def sweep(self, is_logged: Callable[[TrajectoryId], bool]) -> None:
         """Deletes the sessions that the trajectory log contains."""
-        with self._lock:
-            stored = list(self._paths)
-        for identity in stored:
+        for identity in list(self._paths):
             if is_logged(identity):
                 self.delete(identity)
 
     def delete(self, identity: TrajectoryId) -> None:
         """Deletes a session; does nothing where there is none."""
-        with self._lock:
-            path = self._paths.pop(identity, None)
+        path = self._paths.pop(identity, None)
         if path is not None:
             path.unlink(missing_ok=True)
 
@@ -105,7 +109,7 @@ class AnnouncedWeights:
     def __init__(self) -> None:
         self.manifest: WeightManifest | None = None
         """Manifest of the weights in service."""
-        self._digests: OrderedDict[tuple[str, int], str] = OrderedDict()
+        self._digests: dict[tuple[str, int], str] = {}
         """(lineage, step) -> digest of the newest versions."""
 
     @property
@@ -119,7 +123,7 @@ class AnnouncedWeights:
         self.manifest = manifest
         self._digests[version.lineage, version.step] = version.digest
         while len(self._digests) > _KNOWN_VERSIONS:
-            self._digests.popitem(last=False)
+            del self._digests[next(iter(self._digests))]
 
     def knows(self, version: PolicyVersion) -> bool:
         """Whether this version was announced lately, with the same digest."""
@@ -128,14 +132,6 @@ class AnnouncedWeights:
 
 SESSIONS = "sessions"
 """Prefix of sessions' names in a trajectory store."""
-
-
-class DamagedSessionError(StoreError):
-    """The received data is not, bit for bit, the leased session."""
-
-
-class UnwrittenSessionError(StoreError):
-    """The run cannot store a session now, such as on a full disk."""
 
 
 @dataclass(slots=True)
@@ -159,9 +155,7 @@ class Intake:
         self._max_bytes = settings.max_result_bytes
         self._weights = weights
         self._inbox = inbox
-        self._store: Folder | None = None
-        if settings.trajectories_url:
-            self._store = open_folder(settings.trajectories_url)
+        self._store = open_folder(settings.trajectories_url) if settings.trajectories_url else None
 
     async def list_leftovers(self) -> list[str]:
         """Names of all sessions in the trajectory store. Raises StoreError."""
@@ -194,11 +188,9 @@ class Intake:
         """Returns once the session is on disk. Raises UnwrittenSessionError."""
         try:
             await asyncio.to_thread(self._inbox.put, bundle.trajectory.id, data)
-        except StoreError as error:
+        except UnwrittenSessionError:
             self.traffic.unwritten += 1
-            raise UnwrittenSessionError(
-                error.message, field=error.field, received=error.received, fix=error.fix
-            ) from error
+            raise
 
     async def discard(self, identity: TrajectoryId) -> None:
         """Deletes a stored session that will never be in the trajectory log."""

@@ -110,7 +110,7 @@ class _Session:
 
     identity: TrajectoryId
     view: MemberSampler
-    task: asyncio.Task[None] | None = None
+    task: asyncio.Task[None]
     playing: bool = True
     """Until it is graded; a session that is being delivered takes no slot of the engine."""
 
@@ -177,7 +177,7 @@ class SamplingCluster:
                 raise lost
         finally:
             await end_tasks(beating, supplied, claiming, over, asked)  # none joins again after this
-            self._supply.close()
+            self._resources.link.close()  # ends a fetch that waits
             following.cancel()
             ending = self._abort(list(self._sessions))
             # Before the sessions' teardown, which may take a while: other clusters may begin them now.
@@ -190,8 +190,8 @@ class SamplingCluster:
         deadline = asyncio.get_running_loop().time() + self._drain_s
         while self._sessions and not self._over.is_set():
             left_s = deadline - asyncio.get_running_loop().time()
-            running = {session.task for session in self._sessions.values() if session.task is not None}
-            if left_s <= 0 or not running:
+            running = {session.task for session in self._sessions.values()}
+            if left_s <= 0:
                 return
             await _until_first({*running, *others}, left_s)
 
@@ -301,16 +301,13 @@ class SamplingCluster:
 
     def _begin(self, lease: str, request: EpisodeRequest) -> None:
         """Starts a session; it waits for the end of an aborted one of the same identity, if there is any."""
-        same = [other for other in self._sessions.values() if other.identity == request.identity]
-        session = _Session(request.identity, MemberSampler(self._resources.sampler, defers_close=False))
-        self._sessions[lease] = session
-        former = {other.task for other in same if other.task is not None}
-        session.task = asyncio.create_task(self._session(lease, session, request, former))
+        former = {other.task for other in self._sessions.values() if other.identity == request.identity}
+        task = asyncio.create_task(self._session(lease, request, former))
+        view = MemberSampler(self._resources.sampler, defers_close=False)
+        self._sessions[lease] = _Session(request.identity, view, task)
 
-    async def _session(
-        self, lease: str, session: _Session, request: EpisodeRequest, former: set[asyncio.Task[None]]
-    ) -> None:
-        member = self._member
+    async def _session(self, lease: str, request: EpisodeRequest, former: set[asyncio.Task[None]]) -> None:
+        member, session = self._member, self._sessions[lease]
         try:
             if former:
                 await asyncio.wait(former)
@@ -378,7 +375,7 @@ class SamplingCluster:
     def _abort(self, leases: Iterable[str]) -> set[asyncio.Task[Any]]:
         """Cancels the sessions of these leases, without waiting for their teardown; returns their tasks."""
         sessions = (self._sessions[lease] for lease in leases if lease in self._sessions)
-        tasks = {session.task for session in sessions if session.task is not None}
+        tasks = {session.task for session in sessions}
         for task in tasks:
             task.cancel()
         return tasks

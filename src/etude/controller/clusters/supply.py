@@ -68,7 +68,3 @@ class Supply:
                 say("new weights can be fetched again")
             was_reported = bool(trouble)
             await asyncio.sleep(_LOOK_S)
-
-    def close(self) -> None:
-        """Ends a fetch that waits."""
-        self._link.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -42,7 +43,7 @@ class EnginePart:
         self._config = config
         self._build = Build.here(config.model)
         self._service = service or _make_service(config, tokenizer, weights, delay_steps, model)
-        self._exchanges: dict[str, Exchange] = {}
+        self._exchanges = defaultdict[str, Exchange](lambda: Exchange(self._service))
         """By client."""
 
     async def begin(self) -> Build:
@@ -58,10 +59,10 @@ class EnginePart:
         return Usage(self._service.counters, self._service.times)
 
     async def exchange(self, commands: Sequence[Command], client: str = "") -> None:
-        self._exchange_of(client).exchange(commands)
+        self._exchanges[client].exchange(commands)
 
     async def poll(self, client: str = "") -> list[Event]:
-        return await self._exchange_of(client).poll()
+        return await self._exchanges[client].poll()
 
     async def forget(self, client: str) -> None:
         """Ends the requests and sessions of a client that has ended, and of its connections (`client.1`)."""
@@ -82,11 +83,6 @@ class EnginePart:
     async def close(self) -> None:
         """Ends the engine's loop."""
         await self._service.__aexit__(None, None, None)
-
-    def _exchange_of(self, client: str) -> Exchange:
-        if client not in self._exchanges:
-            self._exchanges[client] = Exchange(self._service)
-        return self._exchanges[client]
 
 
 def _make_service(

@@ -60,7 +60,7 @@ def _add(total: Any, more: Any) -> None:
 
 
 class EngineProcess(Protocol):
-    """The methods of an engine's process: see EnginePart."""
+    """The methods of EnginePart, for rollout workers, which do not load torch."""
 
     async def begin(self) -> Build: ...
 
@@ -209,9 +209,8 @@ class RemoteEngine:
         self._version = version
 
     def set_version(self, version: PolicyVersion) -> None:
-        """Records that the process serves `version`, activated by another caller."""
-        if self._connection is not None:
-            self._version = version
+        """Records that the connected process serves `version`, activated by another caller."""
+        self._version = version
 
     def disconnect(self, cause: str) -> None:
         """Drops the process: its requests end with SamplerError. Idempotent."""
@@ -288,11 +287,3 @@ class RemoteEngine:
         except PartLostError as error:
             self._on_process_lost(connection.handle, str(error))
             raise SamplerError("the engine's process is gone", received=str(error)) from error
-
-
-async def activate_on(
-    handle: Handle[EngineProcess], manifest: WeightManifest, kv: KvPolicy = "recompute"
-) -> None:
-    """Stages and activates a version in an engine's process. Raises WeightUpdateError, PartLostError."""
-    await handle.call(EngineProcess.stage, manifest)
-    await handle.call(EngineProcess.activate, manifest.version, kv)

@@ -111,8 +111,14 @@ class RemoteEpisodes(EpisodeRunner):
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(within_s):
                         await worker.idle.wait()
-            await self._cancel_remaining(worker)
-            await self._fetch_last_times(worker)
+            if (handle := worker.supervisor.handle) is not None:
+                running = list(worker.tallies.items())
+                await asyncio.gather(*(self._cancel(handle, ticket, tally) for ticket, tally in running))
+            if worker.tallies:
+                await worker.idle.wait()
+            if (handle := worker.supervisor.handle) is not None:
+                with contextlib.suppress(PartLostError):  # then its last report counts
+                    worker.times = latest_times(worker.times, (await handle.call(RolloutPart.pulse)).times)
         finally:
             await self._end(worker)
         return worker.num_cancelled
@@ -206,22 +212,6 @@ class RemoteEpisodes(EpisodeRunner):
             unpack_trajectory(bundle).store_blobs(self._keep_routes) for bundle in done.bundles
         )
         return ForkedEpisode(first, tuple(siblings), done.origin, done.refused)
-
-    async def _cancel_remaining(self, worker: _Worker) -> None:
-        """Cancels the sessions that a leaving worker still runs; they restart on other workers."""
-        handle = worker.supervisor.handle
-        if handle is not None:
-            running = list(worker.tallies.items())
-            await asyncio.gather(*(self._cancel(handle, ticket, tally) for ticket, tally in running))
-        if worker.tallies:
-            await worker.idle.wait()
-
-    async def _fetch_last_times(self, worker: _Worker) -> None:
-        """Fetches the final times of a leaving worker."""
-        handle = worker.supervisor.handle
-        if handle is not None:
-            with contextlib.suppress(PartLostError):  # then its last report counts
-                worker.times = latest_times(worker.times, (await handle.call(RolloutPart.pulse)).times)
 
     # ---- processes ------------------------------------------------------------------------------
 

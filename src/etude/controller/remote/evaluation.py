@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from etude.config import RunConfig
@@ -24,19 +23,12 @@ from etude.inference.exchange import Build
 from etude.kit.tasks import end_tasks
 from etude.observe import MetricSink, Observer
 from etude.protocols import Handle
-from etude.records import PolicyVersion, Task, WeightManifest
+from etude.records import Task, WeightManifest
 from etude.tokens.tokenizer import Tokenizer
 
-
-@dataclass(frozen=True, slots=True)
-class JudgedVersion:
-    """A version's evaluation results."""
-
-    version: PolicyVersion
-    figures: dict[str, float]
-    """Pass rates: `greedy`, and `pass_rate` at temperature 1."""
-    sampled_by: tuple[str, ...]
-    """The versions of all tokens at temperature 1."""
+Judgement = tuple[dict[str, float], list[str]]
+"""A version's pass rates, `greedy` and at temperature 1 (`pass_rate`), and the versions of all tokens at
+temperature 1."""
 
 
 class EvaluationPart(EnginePart):
@@ -58,7 +50,7 @@ class EvaluationPart(EnginePart):
         self._backend = open_run_backend(config.sandbox, owner)
         self._environment = Environment.of_run(config, tokenizer, self._backend, limits, keep_routes=None)
 
-    async def judge(self, manifest: WeightManifest, tasks: Sequence[Task]) -> JudgedVersion:
+    async def judge(self, manifest: WeightManifest, tasks: Sequence[Task]) -> Judgement:
         """Evaluates a version on the tasks. Raises WeightUpdateError for weights that no longer exist,
         InfrastructureError if most sessions failed."""
         await self.stage(manifest)
@@ -73,7 +65,7 @@ class EvaluationPart(EnginePart):
             "greedy": evaluation.greedy["pass_rate"],
         }
         spans = (span for t in evaluation.trajectories for s in t.segments for span in s.version_spans)
-        return JudgedVersion(manifest.version, figures, tuple(sorted({str(span.version) for span in spans})))
+        return figures, sorted({str(span.version) for span in spans})
 
     async def close(self) -> None:
         """Ends the engine's loop and the sandboxes."""
@@ -147,25 +139,18 @@ class BackgroundEvaluation:
             await self._judging
 
     async def _judge(self, manifest: WeightManifest, wall_s: float) -> None:
+        step = manifest.version.step
         try:
-            judged = await self._supervisor.call_with_restarts(
+            figures, versions = await self._supervisor.call_with_restarts(
                 "judge", lambda handle: handle.call(EvaluationPart.judge, manifest, self._tasks)
             )
         except Exception as error:  # of any kind: the next evaluation may succeed
             self._journal.record(KIND, "evaluation failed", f"{manifest.version}: {error or repr(error)}")
         else:
-            self._report(judged, wall_s)
-
-    def _report(self, judged: JudgedVersion, wall_s: float) -> None:
-        values = {
-            **judged.figures,
-            "wall_s": wall_s,
-            "split": SPLIT,
-            "versions": ", ".join(judged.sampled_by),
-        }
-        self._metrics.write(KIND, judged.version.step, values)
-        figures = ", ".join(f"{name} {value:.3f}" for name, value in judged.figures.items())
-        self._observer.say(f"evaluation of step {judged.version.step}: {figures}")
+            values = {**figures, "wall_s": wall_s, "split": SPLIT, "versions": ", ".join(versions)}
+            self._metrics.write(KIND, step, values)
+            text = ", ".join(f"{name} {value:.3f}" for name, value in figures.items())
+            self._observer.say(f"evaluation of step {step}: {text}")
 
     async def _prepare(self, handle: Handle[EvaluationPart]) -> None:
         check_build(await handle.call(EvaluationPart.begin), self._build, KIND)

@@ -7,6 +7,7 @@ no engine waits for one. So a lost engine costs its sessions time, and nothing e
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Mapping
 
 from etude.controller.remote.engines import (
@@ -14,7 +15,6 @@ from etude.controller.remote.engines import (
     EngineProcess,
     RemoteEngine,
     Usage,
-    activate_on,
     sum_usage,
 )
 from etude.controller.remote.patient import EngineEntry, EngineTable, PatientSampler
@@ -41,7 +41,8 @@ class EngineFleet(PatientSampler):
         super().__init__(supervision.settings.patience_s)
         self._build = build
         self._supervision, self._settings = supervision, supervision.settings
-        self._serving: WeightManifest | None = None
+        self.serving: WeightManifest | None = None
+        """Manifest of the version in service."""
         self._staged: WeightManifest | None = None
         self._staged_by: set[Handle[EngineProcess]] = set()
         self._ended_usage = NO_USAGE
@@ -120,7 +121,7 @@ class EngineFleet(PatientSampler):
             return next(iter(failures.values()), PartLostError("no engine was up"))
         self._staged, self._staged_by = manifest, staged
         for name, error in failures.items():
-            self._declare_lost(handles[name], f"could not stage {manifest.version}: {error}")
+            self._supervised.declare_lost(handles[name], f"could not stage {manifest.version}: {error}")
         return None
 
     async def activate(self, version: PolicyVersion, kv: KvPolicy = "keep") -> None:
@@ -128,7 +129,7 @@ class EngineFleet(PatientSampler):
         serve nothing until they have it."""
         manifest = check_staged(version, self._staged)
         staged_by, self._staged_by, self._staged = self._staged_by, set(), None
-        self._serving = manifest
+        self.serving = manifest
         engines = list(self._engines.values())
         await asyncio.gather(*(self._activate(engine, manifest, kv, staged_by) for engine in engines))
         await self._supervised.wait_any_ready()
@@ -148,18 +149,13 @@ class EngineFleet(PatientSampler):
                 await engine.stage(manifest)
             await engine.activate(manifest.version, kv)
         except InfrastructureError as error:
-            self._declare_lost(handle, f"could not serve {manifest.version}: {error}")
+            self._supervised.declare_lost(handle, f"could not serve {manifest.version}: {error}")
         else:
             if engine.handle is handle:
                 self.engine_ready(engine.name, manifest.version)
 
     def current(self) -> PolicyVersion | None:
-        return self._serving.version if self._serving is not None else None
-
-    @property
-    def serving(self) -> WeightManifest | None:
-        """Manifest of the version in service."""
-        return self._serving
+        return self.serving.version if self.serving is not None else None
 
     # ---- for metrics ----------------------------------------------------------------------------
 
@@ -193,7 +189,7 @@ class EngineFleet(PatientSampler):
         results = await asyncio.gather(*calls, return_exceptions=True)
         for handle, error in zip(handles, results, strict=True):
             if isinstance(error, Exception):
-                self._declare_lost(handle, f"could not forget {client}: {error}")
+                self._supervised.declare_lost(handle, f"could not forget {client}: {error}")
 
     def engine_ready(self, name: str, version: PolicyVersion) -> None:
         super().engine_ready(name, version)
@@ -209,26 +205,25 @@ class EngineFleet(PatientSampler):
         self, name: str, spawn: Spawn[EngineProcess], journal: FaultJournal | None = None
     ) -> Supervisor[EngineProcess]:
         if name not in self._engines:
-            self.add_engine(RemoteEngine(name, self._declare_lost))
+            self.add_engine(RemoteEngine(name, self._supervised.declare_lost))
         engine = self._engines[name]
 
         async def prepare(handle: Handle[EngineProcess]) -> None:
             check_build(await handle.call(EngineProcess.begin), self._build, name)
             served: PolicyVersion | None = None
             # Another version may come into service while this one is fetched.
-            while (manifest := self._serving) is not None and manifest.version != served:
-                await activate_on(handle, manifest)
+            while (manifest := self.serving) is not None and manifest.version != served:
+                await handle.call(EngineProcess.stage, manifest)
+                await handle.call(EngineProcess.activate, manifest.version, "recompute")
                 served = manifest.version
             engine.connect(handle, served)
             if served is not None:
                 self.engine_ready(name, served)
 
-        def on_loss(cause: str) -> None:
-            self._on_engine_lost(engine, cause)
-
         def on_pulse(usage: Usage) -> None:
             engine.usage = usage
 
+        on_loss = functools.partial(self._on_engine_lost, engine)
         return Supervisor(name, spawn, prepare, self._supervision, on_loss, on_pulse, journal)
 
     def _on_engine_lost(self, engine: RemoteEngine, cause: str) -> None:
@@ -236,10 +231,6 @@ class EngineFleet(PatientSampler):
         self._ended_usage, engine.usage = sum_usage([self._ended_usage, engine.usage]), NO_USAGE
         engine.disconnect(cause)
         self.engine_away(engine.name)
-
-    def _declare_lost(self, handle: Handle[EngineProcess], cause: str) -> None:
-        """See `Supervisor.declare_lost`."""
-        self._supervised.declare_lost(handle, cause)
 
 
 def check_build(found: Build, wanted: Build, name: str) -> None:

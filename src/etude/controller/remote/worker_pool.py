@@ -69,8 +69,7 @@ class WorkerPool:
         self._resumes_s = 0.0
         """Monotonic time before which no worker joins, after a failure."""
         self._written: dict[str, Any] = {}
-        self._is_written = True
-        """Whether `_written` is on disk: a write may fail."""
+        """The state on disk; without its workers where it could not be written."""
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -182,13 +181,12 @@ class WorkerPool:
             "wanted": wanted,
             "workers": {member.name: self._state_of(member) for member in self._members.values()},
         }
-        if state != self._written or not self._is_written:
+        if state != self._written:
             self._written = state
             try:
                 self._files.write_status(state)
-                self._is_written = True
             except OSError:  # a full disk must not keep workers from joining or leaving
-                self._is_written = False
+                self._written = {"wanted": wanted}
 
     def _state_of(self, member: _Member) -> str:
         if not member.is_joined:

@@ -1,4 +1,4 @@
-"""`etude workers`."""
+"""`etude report` and `etude workers`: commands on the directory of a run."""
 
 from __future__ import annotations
 
@@ -11,6 +11,15 @@ from etude.cli.output import JsonOption, output_console, print_json, print_table
 from etude.errors import ConfigError
 from etude.observe import RunDirectory
 from etude.observe.workers import WantedWorkers, WorkerFiles
+
+
+def report_command(run: Annotated[Path, typer.Argument(help="Run directory.")]) -> None:
+    """Draw the plots and write report.html again. Works while the run is in progress."""
+    directory = RunDirectory.open(run)
+    # Heavy: matplotlib comes with it.
+    from etude.observe.report import build_report
+
+    typer.echo(build_report(directory))
 
 
 def workers_command(
