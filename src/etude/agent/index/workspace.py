@@ -69,7 +69,7 @@ class WorkspaceSearch:
             request.pattern,
             ignore_case=request.ignore_case,
             globs=request.globs,
-            path="" if request.path == "." else request.path,
+            path=request.path,
             limit=request.limit,
         )
         return (await self._matching.search(query)).matches
@@ -86,7 +86,7 @@ class WorkspaceSearch:
         if self._meaning is None:
             raise ToolArgumentError("no semantic index here: use grep", field="query")
         current = await self._refresh()
-        result = await self._meaning.search(query, limit, "" if path == "." else path)
+        result = await self._meaning.search(query, limit, path)
         return CodeHits(result.hits, result.complete and current)
 
     def close(self) -> None:

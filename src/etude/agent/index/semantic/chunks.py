@@ -72,7 +72,8 @@ def chunk_file(path: str, content: bytes) -> list[Chunk]:
     if language is None:
         spans: Iterator[_Span] = iter([_Span(0, len(lines) - 1, "", "lines")])
     else:
-        spans = _definitions(language, content, len(lines))
+        root = parser_for(language).parse(content).root_node
+        spans = _walk(language, root, _Span(0, len(lines) - 1, "", "rest"), 0)
     texts = [line.removesuffix(b"\r").decode("utf-8", "replace") for line in lines]
     return [
         Chunk(
@@ -85,11 +86,6 @@ def chunk_file(path: str, content: bytes) -> list[Chunk]:
         for span in spans
         for piece in _pieces(span, texts)
     ]
-
-
-def _definitions(language: Language, content: bytes, num_lines: int) -> Iterator[_Span]:
-    root = parser_for(language).parse(content).root_node
-    yield from _walk(language, root, _Span(0, num_lines - 1, "", "rest"), 0)
 
 
 def _walk(language: Language, body: Any, within: _Span, depth: int) -> Iterator[_Span]:

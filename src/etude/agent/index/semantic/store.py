@@ -31,8 +31,6 @@ from etude.agent.index.semantic.words import stems
 from etude.errors import ResourceError, StoreError
 from etude.kit.locks import locked
 
-__all__ = ["CutChunk", "FileRow", "FileStat", "SemanticStore", "cut_file", "cut_key"]
-
 STORE_VERSION = 2
 STORED = np.dtype("<f2")
 """Element type of a stored vector."""
