@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import shutil
 import tempfile
 from collections import Counter
@@ -66,7 +65,10 @@ class TemplateIndexes:
         `make`: needed for a template with an image."""
         digest = template.digest
         self._num_users[digest] += 1
-        index = self._index(template, make)
+        index = self._trees.pop(digest, None)
+        if index is None or (self._waits and index.has_failed):
+            index = _TemplateIndex(template, self, make)
+        self._trees[digest] = index
         wait = index.ready_or_failed if self._waits else None
         return WorkspaceSearch(
             sandbox, index.grep_overlay, index.semantic_overlay, lambda: self._release(digest), wait
@@ -80,13 +82,6 @@ class TemplateIndexes:
         await asyncio.gather(*self.closing)
         if self._scratch is not None:
             await asyncio.to_thread(self._scratch.cleanup)
-
-    def _index(self, template: Template, make: MakeSandbox | None = None) -> _TemplateIndex:
-        index = self._trees.pop(template.digest, None)
-        if index is None or (self._waits and index.has_failed):
-            index = _TemplateIndex(template, self, make)
-        self._trees[template.digest] = index
-        return index
 
     def _release(self, digest: str) -> None:
         self._num_users -= Counter([digest])
@@ -145,10 +140,13 @@ class _TemplateIndex:
                 await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
     async def _build(self) -> None:
-        owner = self._owner
+        owner, digest = self._owner, self._template.digest
         await asyncio.gather(*owner.closing)  # the same template's index may be among them
-        root = await self._laid_out(owner.state / "trees")
-        self._grep = await self._built_grep(root, owner.state / "grep", self._template.digest)
+        root, folder = await self._laid_out(owner.state / "trees"), owner.state / "grep" / digest
+        try:
+            self._grep = grep.GrepIndex.open(folder, key=digest)
+        except StoreError:
+            self._grep = await grep.GrepIndex.build(root, folder, key=digest)
         if not owner.searches:
             return
         self._semantic = await semantic.SemanticIndex.open(owner.state / "semantic", root, owner.embedder)
@@ -162,11 +160,6 @@ class _TemplateIndex:
             raise ResourceError("the files of an image can only be read in a sandbox", field="agent.index")
         async with await self._make() as sandbox:
             return await lay_out_from(sandbox, self._template, directory)
-
-    async def _built_grep(self, root: Path, folder: Path, digest: str) -> grep.GrepIndex:
-        with contextlib.suppress(StoreError):
-            return grep.GrepIndex.open(folder / digest, key=digest)
-        return await grep.GrepIndex.build(root, folder / digest, key=digest)
 
     def _failed(self, error: BaseException) -> None:
         self._owner.report(f"no {'code' if self._grep is None else 'complete code'} index: {error}")
