@@ -83,7 +83,7 @@ async def run_session(
         session_id,
         rng_key,
         retry_policy or RetryPolicy(),
-        listener or _ignore,
+        listener or (lambda event: None),
         log,
         next_message,
     )
@@ -209,7 +209,3 @@ class _Driver:
             rng_key=(*self.rng_key, sample.segment_index),
             prefix_digest=sample.prefix_digest,
         )
-
-
-def _ignore(event: object) -> None:
-    pass
