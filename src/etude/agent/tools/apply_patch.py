@@ -133,16 +133,16 @@ def _apply(
             raise ToolArgumentError(f"{old}: no such file", field="patch")
         if new is not None and new != old and after[new] is not None:
             raise ToolArgumentError(f"{new}: exists already", field="patch")
-        applied = apply_hunks(before, patch.hunks, new or old or "")
+        text, line = apply_hunks(before, patch.hunks, new or old or "")
         if old is not None and old != new:
             after[old] = None
         if new is None:
-            if patch.hunks and applied.text:
+            if patch.hunks and text:
                 raise ToolArgumentError(f"{old}: has more lines than the patch deletes", field="patch")
             lines.setdefault(old or "", 1)
         else:
-            after[new] = applied.text
-            lines.setdefault(new, applied.line or 1)
+            after[new] = text
+            lines.setdefault(new, line or 1)
     return after, lines
 
 

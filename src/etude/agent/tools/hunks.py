@@ -9,7 +9,6 @@ linear in the file at most.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 
 from etude.agent.tools.interface import shorten
@@ -21,17 +20,11 @@ _SHOWN = 50
 _TRIES = 50
 
 
-@dataclass(frozen=True, slots=True)
-class Applied:
-    """A file's text after its hunks."""
+def apply_hunks(content: str, hunks: Sequence[Hunk], path: str) -> tuple[str, int]:
+    """(the content after all hunks, in order; the first changed line, from 1, or 0 without hunks).
 
-    text: str
-    line: int
-    """The first changed line, from 1; 0 without hunks."""
-
-
-def apply_hunks(content: str, hunks: Sequence[Hunk], path: str) -> Applied:
-    """The content after all hunks, in order. Raises ToolArgumentError naming the first that does not fit."""
+    Raises ToolArgumentError naming the first hunk that does not fit.
+    """
     crlf = _lacks_cr(hunks) and line_end(content) == "\r\n"
     file = _File(content.replace("\r\n", "\n") if crlf else content, path)
     result: list[str] = []
@@ -49,7 +42,7 @@ def apply_hunks(content: str, hunks: Sequence[Hunk], path: str) -> Applied:
     text = "".join(line if line.endswith("\n") else line + "\n" for line in result[:-1]) + "".join(
         result[-1:]
     )
-    return Applied(text.replace("\n", "\r\n") if crlf else text, first_line)
+    return text.replace("\n", "\r\n") if crlf else text, first_line
 
 
 class _File:

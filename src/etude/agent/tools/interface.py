@@ -149,14 +149,14 @@ def how_together(tool: Tool, context: ToolContext) -> RunTogether | None:
     return None if together is None else together(context)
 
 
-def reads_path(arguments: Arguments, name: str = "path") -> Access:
-    """The access of a call that only reads what the argument `name` names; without it, the workspace."""
-    return Access(reads=frozenset({accessed_path(arguments.get(name, ""))}))
+def reads_path(arguments: Arguments) -> Access:
+    """The access of a call that only reads what the argument `path` names; without it, the workspace."""
+    return Access(reads=frozenset({accessed_path(arguments.get("path", ""))}))
 
 
-def writes_path(arguments: Arguments, name: str = "path") -> Access:
-    """The access of a call that reads and writes what the argument `name` names."""
-    return Access(writes=frozenset({accessed_path(arguments.get(name, ""))}))
+def writes_path(arguments: Arguments) -> Access:
+    """The access of a call that reads and writes what the argument `path` names."""
+    return Access(writes=frozenset({accessed_path(arguments.get("path", ""))}))
 
 
 def accessed_path(path: str) -> str:

@@ -33,41 +33,18 @@ from etude.config import SEARCHING, AgentConfig, McpConfig
 from etude.errors import ConfigError
 from etude.tokens.grammar import ToolSchema
 
-_CORE: tuple[Callable[[], Tool], ...] = (
-    lambda: restricted(ListDir(), ("path",)),
-    lambda: restricted(Grep(), ("pattern", "path")),
-    ReadFile,
-    EditLines,
-    lambda: restricted(SearchReplace(strict=True, hints=False), ("path", "old", "new")),
-    RunTests,
-    RunCommand,
-    Finish,
-)
 _FULL: tuple[Callable[[], Tool], ...] = (
-    ListDir,
-    Glob,
-    Grep,
-    ReadFile,
-    EditLines,
-    SearchReplace,
-    WriteFile,
-    DeleteFile,
-    ApplyPatch,
-    RunChosenTests,
-    Terminal,
-    ReadLints,
-    TodoWrite,
-    SemanticSearch,
-    AskUser,
-    Finish,
+    *(ListDir, Glob, Grep, ReadFile, EditLines, SearchReplace, WriteFile, DeleteFile, ApplyPatch),
+    *(RunChosenTests, Terminal, ReadLints, TodoWrite, SemanticSearch, AskUser, Finish),
 )
-
 _SEARCH = SemanticSearch.schema.name
 
 
 def core_registry() -> Registry:
     """The eight tools of small models, in the order in which a tokenizer gets their tags."""
-    return Registry(make() for make in _CORE)
+    replace = restricted(SearchReplace(strict=True, hints=False), ("path", "old", "new"))
+    reading = (restricted(ListDir(), ("path",)), restricted(Grep(), ("pattern", "path")), ReadFile())
+    return Registry([*reading, EditLines(), replace, RunTests(), RunCommand(), Finish()])
 
 
 def full_registry() -> Registry:
