@@ -31,7 +31,7 @@ from etude.kit.retry import Backoff, retry_async
 from etude.kit.tasks import end_tasks
 from etude.protocols import OnCall, OnResult
 from etude.records import ToolCall, ToolErrorClass, ToolResult
-from etude.sandbox.errors import PathKindError, PathMissingError, SandboxKilledByAgentError
+from etude.sandbox.errors import DiskFullError, PathKindError, PathMissingError, SandboxKilledByAgentError
 
 _MESSAGE_CHARACTERS = 160
 _NOTHING = Access()
@@ -56,9 +56,7 @@ class LocalWorkspace:
         """See Workspace.archive. A failed write (a full disk) is an outcome of the agent's, not an error."""
         try:
             await self.context.sandbox.files.write(path, text)
-        except SandboxKilledByAgentError:
-            raise
-        except AgentError as error:
+        except (ToolArgumentError, DiskFullError) as error:
             return error.message
         return ""
 

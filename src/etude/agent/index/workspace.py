@@ -16,8 +16,8 @@ import xxhash
 from etude.agent.index import grep, semantic
 from etude.agent.tools.ports import CodeHits, GrepRequest
 from etude.agent.tools.state import HARNESS_DIRECTORY, is_harness_path
-from etude.errors import AgentError, ToolArgumentError
-from etude.sandbox.errors import DiffTooLargeError, SandboxKilledByAgentError
+from etude.errors import ToolArgumentError
+from etude.sandbox.errors import DiffTooLargeError
 from etude.sandbox.interface import Sandbox
 from etude.sandbox.types import GrepMatch
 
@@ -137,9 +137,7 @@ class WorkspaceSearch:
     async def _content(self, path: str) -> bytes | None:
         try:
             return await self._sandbox.files.read(path, MOST_BYTES)
-        except SandboxKilledByAgentError:
-            raise
-        except AgentError:
+        except ToolArgumentError:
             return None
 
     def _apply(self, path: str, content: bytes | None) -> None:

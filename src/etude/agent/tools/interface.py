@@ -102,7 +102,8 @@ class ToolContext:
 
     def changed(self, path: str) -> None:
         """Records that a tool has written or removed the file at this normal path."""
-        self.state.on_change(path)
+        if path not in self.state.changed:
+            self.state.changed.append(path)
         if self.search is not None:
             self.search.changed(path)
 

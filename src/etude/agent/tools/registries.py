@@ -91,7 +91,18 @@ def agent_registry(agent: AgentConfig, auto_tools: str = "full") -> Registry:
             received=named,
             fix='set agent.index = "meaning", or "words"',
         )
-    return _checked([*tools.values(), *served_tools(agent.mcp)])
+    offered = [*tools.values(), *served_tools(agent.mcp)]
+    names = [tool.schema.name for tool in offered]
+    parameters = {parameter.name for tool in offered for parameter in tool.schema.parameters}
+    for name in names:  # which a grammar must be able to tell apart
+        if names.count(name) > 1 or name in parameters:
+            raise ConfigError(
+                "is also the name of a parameter or another tool",
+                field="agent.mcp",
+                received=name,
+                fix="give the server another name, or leave the tool out",
+            )
+    return Registry(offered)
 
 
 def registry_of(schemas: Sequence[ToolSchema], servers: Mapping[str, McpConfig] | None = None) -> Registry:
@@ -103,18 +114,3 @@ def registry_of(schemas: Sequence[ToolSchema], servers: Mapping[str, McpConfig] 
         if repr(schema) not in known:
             raise ConfigError("no tool has this schema", field="tools", received=schema.name)
     return Registry(known[repr(schema)] for schema in schemas)
-
-
-def _checked(tools: Sequence[Tool]) -> Registry:
-    """The tools as a registry. Raises ConfigError if a grammar could not tell their names apart."""
-    names = [tool.schema.name for tool in tools]
-    parameters = {parameter.name for tool in tools for parameter in tool.schema.parameters}
-    for name in names:
-        if names.count(name) > 1 or name in parameters:
-            raise ConfigError(
-                "is also the name of a parameter or another tool",
-                field="agent.mcp",
-                received=name,
-                fix="give the server another name, or leave the tool out",
-            )
-    return Registry(tools)

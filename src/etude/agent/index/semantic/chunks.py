@@ -7,7 +7,7 @@ So a chunk that is found is a range that can be read, edited and masked.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from etude.agent.index.semantic.grammar import Language, grammar_version, language_of, parser_for
@@ -175,12 +175,12 @@ def _receiver_type(receiver: Any) -> str:
 def _members(language: Language, definition: Any, span: _Span, depth: int) -> Iterator[_Span]:
     """A function as one span; a container as the spans of its head and members."""
     body = definition.child_by_field_name("body")
-    if definition.type not in language.containers:
-        yield span
-    elif body is None or depth >= _DEEPEST:
-        yield _Span(span.first, span.last, span.symbol, "class")
-    else:
-        yield from _walk(language, body, _Span(span.first, span.last, span.symbol, "class"), depth + 1)
+    if definition.type in language.containers:
+        span = replace(span, kind="class")
+        if body is not None and depth < _DEEPEST:
+            yield from _walk(language, body, span, depth + 1)
+            return
+    yield span
 
 
 def _join(outer: str, name: str) -> str:
