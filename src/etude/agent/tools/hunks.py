@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from itertools import takewhile
 
 from etude.agent.tools.interface import shorten
 from etude.agent.tools.patches import Hunk
@@ -159,12 +160,8 @@ def _written(hunk: Hunk, present: list[str], crlf: bool) -> list[str]:
 
 def _num_fitting(lines: list[str], wanted: list[str], place: int) -> int:
     """How many of the hunk's first lines match the file from a place on; at most all but one."""
-    count = 0
-    for line, text in zip(lines[place : place + len(wanted)], wanted, strict=False):
-        if line != text:
-            break
-        count += 1
-    return min(count, len(wanted) - 1)
+    pairs = zip(lines[place : place + len(wanted)], wanted, strict=False)
+    return min(sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs)), len(wanted) - 1)
 
 
 def _quoted(line: str) -> str:

@@ -237,17 +237,10 @@ class SemanticStore:
         ).lastrowid
         for cut in chunks:
             chunk = cut.chunk
+            place = (file, chunk.first_line, chunk.last_line)
+            values = (*place, chunk.symbol, chunk.text, cut.vector, cut.num_words)
             number = database.execute(
-                "INSERT INTO chunks VALUES (NULL, ?, ?, ?, ?, ?, ?, ?)",
-                (
-                    file,
-                    chunk.first_line,
-                    chunk.last_line,
-                    chunk.symbol,
-                    chunk.text,
-                    cut.vector,
-                    cut.num_words,
-                ),
+                "INSERT INTO chunks VALUES (NULL, ?, ?, ?, ?, ?, ?, ?)", values
             ).lastrowid
             words = (" ".join(part) for part in (cut.symbol_stems, cut.text_stems, cut.path_stems))
             database.execute(
