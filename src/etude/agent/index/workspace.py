@@ -147,9 +147,7 @@ class WorkspaceSearch:
         if self._known.get(path) == digest:
             return
         self._known[path] = digest
-        for overlay in (self._matching, self._meaning):
-            if overlay is None:
-                continue
+        for overlay in filter(None, (self._matching, self._meaning)):
             if content is None:
                 overlay.remove(path)
             else:

@@ -26,7 +26,9 @@ def apply_hunks(content: str, hunks: Sequence[Hunk], path: str) -> tuple[str, in
 
     Raises ToolArgumentError naming the first hunk that does not fit.
     """
-    crlf = _lacks_cr(hunks) and line_end(content) == "\r\n"
+    # Where the old lines hold no carriage returns, those of the file are part of its line ends.
+    has_cr = any(text.endswith(("\r", "\r\n")) for hunk in hunks for text in hunk.old)
+    crlf = not has_cr and line_end(content) == "\r\n"
     file = _File(content.replace("\r\n", "\n") if crlf else content, path)
     result: list[str] = []
     done, moved, first_line = 0, 0, 0
@@ -109,11 +111,6 @@ class _File:
 
     def _misfit(self, hunk: Hunk, reason: str) -> ToolArgumentError:
         return ToolArgumentError(f"hunk {hunk.number} of {shorten(self._path, 80)} {reason}", field="patch")
-
-
-def _lacks_cr(hunks: Sequence[Hunk]) -> bool:
-    """Whether the old lines hold no carriage returns: then those of the file are part of its line ends."""
-    return not any(text.endswith(("\r", "\r\n")) for hunk in hunks for text in hunk.old)
 
 
 def _expected(hunk: Hunk, moved: int) -> int:
