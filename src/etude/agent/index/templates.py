@@ -65,10 +65,7 @@ class TemplateIndexes:
         `make`: needed for a template with an image."""
         digest = template.digest
         self._num_users[digest] += 1
-        index = self._trees.pop(digest, None)
-        if index is None or (self._waits and index.has_failed):
-            index = _TemplateIndex(template, self, make)
-        self._trees[digest] = index
+        index = self._index(template, make)
         wait = index.ready_or_failed if self._waits else None
         return WorkspaceSearch(
             sandbox, index.grep_overlay, index.semantic_overlay, lambda: self._release(digest), wait
@@ -82,6 +79,13 @@ class TemplateIndexes:
         await asyncio.gather(*self.closing)
         if self._scratch is not None:
             await asyncio.to_thread(self._scratch.cleanup)
+
+    def _index(self, template: Template, make: MakeSandbox | None = None) -> _TemplateIndex:
+        index = self._trees.pop(template.digest, None)
+        if index is None or (self._waits and index.has_failed):
+            index = _TemplateIndex(template, self, make)
+        self._trees[template.digest] = index
+        return index
 
     def _release(self, digest: str) -> None:
         self._num_users -= Counter([digest])
