@@ -8,7 +8,6 @@ from etude.agent.prompts import agent_format as agent_format
 from etude.agent.prompts import open_renderer as open_renderer
 from etude.agent.runner import NextMessage as NextMessage
 from etude.agent.runner import RetryPolicy as RetryPolicy
-from etude.agent.runner import Timings as Timings
 from etude.agent.runner import run_session as run_session
 from etude.agent.session import AgentSession as AgentSession
 from etude.agent.session import SessionLimits as SessionLimits

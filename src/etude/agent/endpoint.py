@@ -32,7 +32,7 @@ from etude.serving.client import (
     Transport,
     check_address,
 )
-from etude.tokens.grammar import HermesGrammar, ParseEvent, ToolSchema, XmlGrammar
+from etude.tokens.grammar import HermesGrammar, ToolSchema, XmlGrammar
 from etude.tokens.renderer import Renderer
 
 MAX_RETRY_AFTER_S = 60.0
@@ -123,7 +123,7 @@ class EndpointSampler(Sampler):
         """`transport`: replaces HTTP in tests."""
         self.endpoint = endpoint
         self.version = PolicyVersion(f"endpoint:{endpoint.model}", 0, format=UNKNOWN_FORMAT)
-        self.on_event: OnEvent = on_event or _ignore
+        self.on_event: OnEvent = on_event or (lambda event: None)
         self._renderer = renderer
         self._tools = [schema.function_schema() for schema in schemas] if endpoint.native_tools else []
         self._client = Client(
@@ -150,9 +150,10 @@ class EndpointSampler(Sampler):
 
     async def stream(self, request: SampleRequest) -> AsyncIterator[SampleChunk]:
         """See Sampler.stream: one chunk, the whole message."""
+        assert request.prefix_digest is None, "an endpoint keeps no prefixes"
         task = self._requests[request.id] = asyncio.create_task(self._request_answer(request.suffix))
         try:
-            tokens = await self._answer_tokens(request, task)
+            tokens = answer_tokens(await task, self._renderer)
         except asyncio.CancelledError:
             if request.id not in self._aborted:
                 raise
@@ -175,11 +176,6 @@ class EndpointSampler(Sampler):
         if task is not None and not task.done():
             self._aborted.add(request_id)
             task.cancel()
-
-    async def _answer_tokens(self, request: SampleRequest, task: asyncio.Task[Answer]) -> NDArray[np.int32]:
-        if request.prefix_digest is not None:
-            raise SamplerError("an endpoint keeps no prefixes", field="prefix_digest")
-        return answer_tokens(await task, self._renderer)
 
     async def _request_answer(self, tokens: NDArray[np.int32]) -> Answer:
         await asyncio.sleep(max(0.0, self._not_before_s - time.monotonic()))
@@ -256,7 +252,3 @@ def _retry_after_s(value: str) -> float:
         return min(max(float(value), 0.0), MAX_RETRY_AFTER_S)
     except ValueError:
         return 0.0
-
-
-def _ignore(event: ParseEvent) -> None:
-    pass

@@ -31,7 +31,7 @@ from etude.kit.retry import Backoff, retry_async
 from etude.kit.tasks import end_tasks
 from etude.protocols import OnCall, OnResult
 from etude.records import ToolCall, ToolErrorClass, ToolResult
-from etude.sandbox.errors import PathKindError, PathMissingError, SandboxKilledByAgentError
+from etude.sandbox.errors import DiskFullError, PathKindError, PathMissingError, SandboxKilledByAgentError
 
 _MESSAGE_CHARACTERS = 160
 _NOTHING = Access()
@@ -56,9 +56,7 @@ class LocalWorkspace:
         """See Workspace.archive. A failed write (a full disk) is an outcome of the agent's, not an error."""
         try:
             await self.context.sandbox.files.write(path, text)
-        except SandboxKilledByAgentError:
-            raise
-        except AgentError as error:
+        except (ToolArgumentError, DiskFullError) as error:
             return error.message
         return ""
 
@@ -89,17 +87,17 @@ async def execute_calls(
     units = turn.units()
     if len(units) == 1:
         await turn.run(units[0])
-        return turn.finished_results()
-    loop = asyncio.get_running_loop()
-    tasks = [loop.create_task(turn.run(unit)) for unit in units]
-    turn.tasks = {position: task for unit, task in zip(units, tasks, strict=True) for position in unit}
-    try:
-        if tasks:
-            await asyncio.wait(tasks)
-    finally:
-        await end_tasks(*tasks)
-    _raise_first([calls[unit[0]] for unit in units], tasks)
-    return turn.finished_results()
+    else:
+        loop = asyncio.get_running_loop()
+        tasks = [loop.create_task(turn.run(unit)) for unit in units]
+        turn.tasks = {position: task for unit, task in zip(units, tasks, strict=True) for position in unit}
+        try:
+            if tasks:
+                await asyncio.wait(tasks)
+        finally:
+            await end_tasks(*tasks)
+        _raise_first([calls[unit[0]] for unit in units], tasks)
+    return [result for result in turn.results if result is not None]
 
 
 @dataclass(slots=True, eq=False)
@@ -111,11 +109,6 @@ class _Plan:
     access: Access = _NOTHING
     refusal: ToolResult | None = None
     """The result of a call that will not run: it is invalid, or its result is already known."""
-
-    @property
-    def needs_approval(self) -> bool:
-        """Whether it writes to the workspace or runs a command; the agent's own lists need no approval."""
-        return any(is_path(entry) for entry in self.access.writes)
 
 
 @dataclass(slots=True, eq=False)
@@ -133,22 +126,18 @@ class _Turn:
     results: list[ToolResult | None] = field(init=False)
     failed: bool = False
     """Whether a call has failed in a way that ends the turn: nothing more begins."""
-    changes: bool = field(init=False)
-    """Whether any call writes or is a barrier: otherwise none waits for another."""
-    slots: asyncio.Semaphore | None = field(init=False)
-    """Bounds parallel calls; None: there are enough slots for all."""
+    slots: asyncio.Semaphore = field(init=False)
+    """Bounds parallel calls."""
     approving: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held during an approval request. asyncio locks are FIFO, so approvals follow the order of calls."""
 
     def __post_init__(self) -> None:
-        limit = self.context.limits.parallel_calls
-        self.slots = asyncio.Semaphore(limit) if len(self.plans) > limit else None
-        self.changes = any(plan.access.writes or plan.access.barrier for plan in self.plans)
+        self.slots = asyncio.Semaphore(self.context.limits.parallel_calls)
         self.results = [plan.refusal for plan in self.plans]
 
     def units(self) -> list[list[int]]:
         """Call positions, grouped by batch; most batches have one call."""
-        if len(self.plans) == 1 or self.slots is not None:
+        if len(self.plans) > self.context.limits.parallel_calls:
             return [[position] for position in range(len(self.plans))]
         units: list[list[int]] = []
         shared: dict[str, list[int]] = {}
@@ -164,18 +153,12 @@ class _Turn:
 
     def _may_share(self, position: int, plan: _Plan) -> bool:
         """Whether the call may join a batch of its tool: it needs no approval and waits for nothing."""
-        if plan.tool is None:
-            return False
-        if self.changes and (plan.access.writes or plan.access.barrier or self._before(position)):
+        if plan.tool is None or plan.access.writes or plan.access.barrier or self._before(position):
             return False
         name = plan.call.name
         if name not in self.together:
             self.together[name] = how_together(plan.tool, self.context)
         return self.together[name] is not None
-
-    def finished_results(self) -> list[ToolResult]:
-        """The results, once every call has one."""
-        return [result for result in self.results if result is not None]
 
     def _before(self, position: int) -> list[int]:
         """The calls that this one waits for."""
@@ -188,19 +171,14 @@ class _Turn:
         if plan.refusal is not None:
             return
         try:
-            if self.changes:
-                refusal = await self._request_approval(plan)
-                before = self._before(unit[0])
-                if before:
-                    await asyncio.wait({self.tasks[n] for n in before})
-                if refusal is not None:
-                    self.results[unit[0]] = refusal
-                    return
-            if self.slots is None:
+            refusal = await self._request_approval(plan)
+            if before := self._before(unit[0]):
+                await asyncio.wait({self.tasks[n] for n in before})
+            if refusal is not None:
+                self.results[unit[0]] = refusal
+                return
+            async with self.slots:
                 await self._run(unit)
-            else:
-                async with self.slots:
-                    await self._run(unit)
         except BaseException:
             self.failed = True
             raise
@@ -221,8 +199,8 @@ class _Turn:
 
     async def _request_approval(self, plan: _Plan) -> ToolResult | None:
         """The result of a call that was refused; None if it may run."""
-        if self.context.approve is None or not plan.needs_approval:
-            return None
+        if self.context.approve is None or not any(map(is_path, plan.access.writes)):
+            return None  # the agent's own lists need no approval
         async with self.approving:
             if self.failed:
                 return None
@@ -311,12 +289,8 @@ def _failure(message: str, error: ToolErrorClass) -> ToolResult:
 
 
 def _error_class(error: AgentError) -> ToolErrorClass:
-    match error:
-        case UserAbortedError():
-            return ToolErrorClass.USER_ABORTED
-        case PathMissingError() | PathKindError():
-            return ToolErrorClass.UNEXPECTED_ENVIRONMENT
-        case ToolArgumentError():
-            return ToolErrorClass.INVALID_ARGUMENTS
-        case _:
-            return ToolErrorClass.UNEXPECTED_ENVIRONMENT
+    if isinstance(error, UserAbortedError):
+        return ToolErrorClass.USER_ABORTED
+    if isinstance(error, ToolArgumentError) and not isinstance(error, PathMissingError | PathKindError):
+        return ToolErrorClass.INVALID_ARGUMENTS
+    return ToolErrorClass.UNEXPECTED_ENVIRONMENT

@@ -83,8 +83,11 @@ class SessionFacts:
                 if path not in self.files_read:
                     self.files_read.append(path)
             case "edit" if facts["changed"]:
+                self._first_edit_open = self.num_edits == 0
+                self.num_edits += 1
                 paths = str(facts.get("paths", facts["path"])).split("\n")
-                self._count_edit(paths, known)
+                self.edits_after_read += known.issuperset(paths)
+                self.last_tests_green = False
             case "test":
                 self.num_test_runs += 1
                 self.last_tests_green = bool(facts["green"])
@@ -98,12 +101,6 @@ class SessionFacts:
             case "todo":
                 todos = str(facts["todos"]).splitlines()
                 self.open_todos = sum(todo.startswith(OPEN_MARKS) for todo in todos)
-
-    def _count_edit(self, paths: Sequence[str], known: frozenset[str]) -> None:
-        self._first_edit_open = self.num_edits == 0
-        self.num_edits += 1
-        self.edits_after_read += known.issuperset(paths)
-        self.last_tests_green = False
 
     def _count_writing(self, call: ToolCall) -> None:
         """Counts characters in the arguments that an edit writes; of a patch, in its added lines."""

@@ -277,12 +277,12 @@ def _interrupted(
     calls: Sequence[ToolCall], known: Mapping[int, ToolResult], tools: Mapping[str, Tool]
 ) -> dict[int, ToolResult]:
     """Results for calls that may have run, completely or in part, and may not be repeated."""
-    answers: dict[int, ToolResult] = {}
-    for position, call in enumerate(calls):
-        tool = tools.get(call.name)
-        if position not in known and call.error is None and tool is not None and not tool.repeatable:
-            answers[position] = ToolResult(INTERRUPTED, ToolErrorClass.PROVIDER)
-    return answers
+    once = {name for name, tool in tools.items() if not tool.repeatable}
+    return {
+        position: ToolResult(INTERRUPTED, ToolErrorClass.PROVIDER)
+        for position, call in enumerate(calls)
+        if position not in known and call.error is None and call.name in once
+    }
 
 
 @contextmanager

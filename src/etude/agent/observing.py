@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,23 +11,15 @@ from etude.agent.budget import Budget
 from etude.agent.summary import shorten_texts
 from etude.tokens.renderer import Renderer
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Observation:
-    """Tokens [T] between the agent's last message and its next one."""
-
-    tokens: NDArray[np.int32]
-    asks_for_summary: bool
-
-
 Render = Callable[[Sequence[str], str | None], NDArray[np.int32]]
 """(outputs, user text) -> tokens."""
 
 
 def observe(
     render: Render, outputs: Sequence[str], user_text: str | None, budget: Budget, length: int
-) -> Observation | None:
-    """Tool outputs, then the user's text, as an observation after `length` tokens of the context.
+) -> tuple[NDArray[np.int32], bool] | None:
+    """(tokens, whether they ask for a summary) of tool outputs, then the user's text, as an observation after
+    `length` tokens of the context.
 
     Asks for a summary if it fills the context. If it would leave no room for a message: None without
     summaries; with them, the longest outputs are cut in their middle, and None only if that is not enough.
@@ -48,7 +39,7 @@ def observe(
     if full and budget.summary is not None:
         request = budget.summary.request
         tokens = render(shown, request if user_text is None else f"{user_text}\n\n{request}")
-    return Observation(tokens, full)
+    return tokens, full
 
 
 def follow(

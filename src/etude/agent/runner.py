@@ -76,16 +76,10 @@ async def run_session(
     Raises InfrastructureError (also if a request was aborted from outside); the session then stays as it is,
     and may be run again.
     """
+    listener = listener or (lambda event: None)
+    retry_policy = retry_policy or RetryPolicy()
     driver = _Driver(
-        session,
-        sampler,
-        workspace,
-        session_id,
-        rng_key,
-        retry_policy or RetryPolicy(),
-        listener or _ignore,
-        log,
-        next_message,
+        session, sampler, workspace, session_id, rng_key, retry_policy, listener, log, next_message
     )
     sampler.open(session_id)
     try:
@@ -94,7 +88,7 @@ async def run_session(
         sampler.close(session_id)
     end = session.next_action()
     if isinstance(end, Finished):
-        driver.listener(SessionEnded(end.status, end.cause))
+        listener(SessionEnded(end.status, end.cause))
     return driver.timings
 
 
@@ -209,7 +203,3 @@ class _Driver:
             rng_key=(*self.rng_key, sample.segment_index),
             prefix_digest=sample.prefix_digest,
         )
-
-
-def _ignore(event: object) -> None:
-    pass

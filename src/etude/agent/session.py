@@ -395,11 +395,11 @@ class AgentSession:
         budget = self._budget
         render = partial(follow, self.renderer, self.recording.tokens, self._numbered_calls())
         observation = observe(render, outputs, user_text, budget, self.recording.length)
-        if observation is None or budget.is_spent(self.num_tokens + len(observation.tokens)):
+        if observation is None or budget.is_spent(self.num_tokens + len(observation[0])):
             self._end(Status.LIMIT, "tokens")
             return
-        self.progress.summarising = observation.asks_for_summary
-        self.recording.append_given(observation.tokens, "tool" if outputs else "user")
+        tokens, self.progress.summarising = observation
+        self.recording.append_given(tokens, "tool" if outputs else "user")
 
     def _numbered_calls(self) -> list[str]:
         """The last turn's calls by name and number, for model families whose results name their call; empty

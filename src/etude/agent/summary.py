@@ -78,28 +78,18 @@ def history_text(opening: str, turns: Sequence[Turn], without_end: Callable[[str
     return "\n\n".join(parts) + "\n"
 
 
-def continuation(instruction: str, summary: str, todos: str, count: int, error: str = "") -> str:
-    """The opening text of a new context, after `count` summaries.
-
-    `error`: why the last context could not be archived.
-    """
-    kept = (
-        f"the last one could not be kept: {error}" if error else f"earlier ones in full: {HISTORY_DIRECTORY}/"
-    )
-    parts = [instruction, f"[context {count + 1}; {kept}]", summary]
-    if todos:
-        parts.append(f"To do:\n{todos}")
-    return "\n\n".join(parts)
-
-
 def fit_continuation(
     user_texts: Sequence[str], summary: str, todos: str, count: int, error: str, fits: Callable[[str], bool]
 ) -> str | None:
-    """`continuation` of all user messages, with summary and to-do list cut so that it fits; None if it cannot
-    fit."""
+    """The opening text of a new context after `count` summaries: all user messages, with summary and to-do
+    list cut so that it fits; None if it cannot fit. `error`: why the last context could not be archived."""
+    kept = (
+        f"the last one could not be kept: {error}" if error else f"earlier ones in full: {HISTORY_DIRECTORY}/"
+    )
 
     def opening(texts: Sequence[str]) -> str:
-        return continuation("\n\n".join(user_texts), texts[0], texts[1], count, error)
+        parts = [*user_texts, f"[context {count + 1}; {kept}]", texts[0]]
+        return "\n\n".join([*parts, f"To do:\n{texts[1]}"] if texts[1] else parts)
 
     texts = shorten_texts((summary, todos), lambda texts: fits(opening(texts)))
     return None if texts is None else opening(texts)

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from etude.agent import ToolContext, ToolLimits, execute_calls
 from etude.agent.tools.edit_lines import replace_lines
-from etude.agent.tools.run_command import head_and_tail
 from etude.errors import SandboxError, ToolArgumentError
 from etude.records import ToolCall, ToolErrorClass
 from etude.sandbox.errors import SandboxKilledByAgentError
@@ -160,11 +159,6 @@ def test_line_ends_stay_as_the_file_has_them():
     assert replace_lines("", 1, 1, "b") == "b\n"
     with pytest.raises(ToolArgumentError):
         replace_lines("", 0, 0, "b")
-
-
-def test_head_and_tail_keep_both_ends():
-    assert head_and_tail("abcdef", 4) == "ab\n... 2 characters ...\nef"
-    assert head_and_tail("abcd", 4) == "abcd"
 
 
 class CommandSandbox:

@@ -33,7 +33,7 @@ def split(text):
 
 def applied(before, patch):
     (file,) = parse_patch(patch)
-    return apply_hunks(before, file.hunks, "f.txt").text
+    return apply_hunks(before, file.hunks, "f.txt")[0]
 
 
 def patched(patch, **files):

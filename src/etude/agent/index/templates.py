@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import shutil
 import tempfile
 from collections import Counter
@@ -145,10 +144,13 @@ class _TemplateIndex:
                 await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
     async def _build(self) -> None:
-        owner = self._owner
+        owner, digest = self._owner, self._template.digest
         await asyncio.gather(*owner.closing)  # the same template's index may be among them
-        root = await self._laid_out(owner.state / "trees")
-        self._grep = await self._built_grep(root, owner.state / "grep", self._template.digest)
+        root, folder = await self._laid_out(owner.state / "trees"), owner.state / "grep" / digest
+        try:
+            self._grep = grep.GrepIndex.open(folder, key=digest)
+        except StoreError:
+            self._grep = await grep.GrepIndex.build(root, folder, key=digest)
         if not owner.searches:
             return
         self._semantic = await semantic.SemanticIndex.open(owner.state / "semantic", root, owner.embedder)
@@ -162,11 +164,6 @@ class _TemplateIndex:
             raise ResourceError("the files of an image can only be read in a sandbox", field="agent.index")
         async with await self._make() as sandbox:
             return await lay_out_from(sandbox, self._template, directory)
-
-    async def _built_grep(self, root: Path, folder: Path, digest: str) -> grep.GrepIndex:
-        with contextlib.suppress(StoreError):
-            return grep.GrepIndex.open(folder / digest, key=digest)
-        return await grep.GrepIndex.build(root, folder / digest, key=digest)
 
     def _failed(self, error: BaseException) -> None:
         self._owner.report(f"no {'code' if self._grep is None else 'complete code'} index: {error}")

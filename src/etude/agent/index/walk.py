@@ -8,8 +8,6 @@ from pathlib import Path
 
 from etude.errors import ConfigError
 
-__all__ = ["Listing", "walk"]
-
 
 @dataclass(frozen=True, slots=True)
 class Listing:

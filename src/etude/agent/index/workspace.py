@@ -16,8 +16,8 @@ import xxhash
 from etude.agent.index import grep, semantic
 from etude.agent.tools.ports import CodeHits, GrepRequest
 from etude.agent.tools.state import HARNESS_DIRECTORY, is_harness_path
-from etude.errors import AgentError, ToolArgumentError
-from etude.sandbox.errors import DiffTooLargeError, SandboxKilledByAgentError
+from etude.errors import ToolArgumentError
+from etude.sandbox.errors import DiffTooLargeError
 from etude.sandbox.interface import Sandbox
 from etude.sandbox.types import GrepMatch
 
@@ -69,7 +69,7 @@ class WorkspaceSearch:
             request.pattern,
             ignore_case=request.ignore_case,
             globs=request.globs,
-            path="" if request.path == "." else request.path,
+            path=request.path,
             limit=request.limit,
         )
         return (await self._matching.search(query)).matches
@@ -86,7 +86,7 @@ class WorkspaceSearch:
         if self._meaning is None:
             raise ToolArgumentError("no semantic index here: use grep", field="query")
         current = await self._refresh()
-        result = await self._meaning.search(query, limit, "" if path == "." else path)
+        result = await self._meaning.search(query, limit, path)
         return CodeHits(result.hits, result.complete and current)
 
     def close(self) -> None:
@@ -137,9 +137,7 @@ class WorkspaceSearch:
     async def _content(self, path: str) -> bytes | None:
         try:
             return await self._sandbox.files.read(path, MOST_BYTES)
-        except SandboxKilledByAgentError:
-            raise
-        except AgentError:
+        except ToolArgumentError:
             return None
 
     def _apply(self, path: str, content: bytes | None) -> None:
@@ -149,9 +147,7 @@ class WorkspaceSearch:
         if self._known.get(path) == digest:
             return
         self._known[path] = digest
-        for overlay in (self._matching, self._meaning):
-            if overlay is None:
-                continue
+        for overlay in filter(None, (self._matching, self._meaning)):
             if content is None:
                 overlay.remove(path)
             else:

@@ -15,7 +15,7 @@ from mcp.shared.message import SessionMessage
 
 from etude.errors import EtudeError
 from etude.kit.tasks import end_tasks
-from etude.sandbox.interface import Command, Sandbox
+from etude.sandbox.interface import Sandbox
 
 _KEPT_BYTES = 64 << 10
 _SHOWN_BYTES = 300
@@ -38,12 +38,10 @@ class SandboxTransport:
         self._buffer = bytearray()
         self._flooded = asyncio.Event()
         self._errors = b""
-        self._tasks: list[asyncio.Task[None]] = []
-        self._program: Command | None = None
 
     async def __aenter__(self) -> TransportStreams:
         """Starts the program. Raises SandboxError."""
-        self._program = await self._sandbox.commands.start(
+        self._program = program = await self._sandbox.commands.start(
             self._command, env=self._env, limit_bytes=_KEPT_BYTES, on_output=self._on_output
         )
         to_client, from_server = anyio.create_memory_object_stream[SessionMessage | Exception](0)
@@ -54,26 +52,23 @@ class SandboxTransport:
                 while (line := await self._lines.get()) is not None:
                     await to_client.send(_parsed(line))
 
-        async def write(program: Command) -> None:
+        async def write() -> None:
             async with from_client:
                 async for message in from_client:
                     text = message.message.model_dump_json(by_alias=True, exclude_unset=True)
                     await program.send_stdin(text + "\n")
 
-        async def watch(program: Command) -> None:
+        async def watch() -> None:
             """Ends the lines when the program has ended."""
             with contextlib.suppress(EtudeError):
                 await program.wait()
             await self._lines.put(None)
 
-        async def stop(program: Command) -> None:
+        async def stop() -> None:
             await self._flooded.wait()
             await program.kill()
 
-        # Each ends silently if the other side is closed: the client sees its stream end.
-        quiet = (anyio.ClosedResourceError, anyio.BrokenResourceError, EtudeError)
-        works = (read(), write(self._program), watch(self._program), stop(self._program))
-        self._tasks = [asyncio.create_task(_run_quietly(work, quiet)) for work in works]
+        self._tasks = [asyncio.create_task(_run_quietly(work())) for work in (read, write, watch, stop)]
         self._streams = (from_server, to_server)
         return from_server, to_server
 
@@ -87,9 +82,8 @@ class SandboxTransport:
         for stream in self._streams:
             stream.close()
         await end_tasks(*self._tasks)
-        if self._program is not None:
-            with contextlib.suppress(EtudeError):
-                await self._program.kill()
+        with contextlib.suppress(EtudeError):
+            await self._program.kill()
 
     @property
     def stderr_tail(self) -> str:
@@ -120,8 +114,9 @@ class SandboxTransport:
         self._buffer += data
 
 
-async def _run_quietly(work: Coroutine[Any, Any, None], quiet: tuple[type[Exception], ...]) -> None:
-    with contextlib.suppress(*quiet):
+async def _run_quietly(work: Coroutine[Any, Any, None]) -> None:
+    """Ends silently if the other side is closed: the client sees its stream end."""
+    with contextlib.suppress(anyio.ClosedResourceError, anyio.BrokenResourceError, EtudeError):
         await work
 
 

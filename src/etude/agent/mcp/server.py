@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import mcp_types as types
@@ -37,7 +36,22 @@ def mcp_server(context: ToolContext, name: str = _NAME, run: RunCall | None = No
     infrastructure is a protocol error, never a result.
     """
     tools = {key: tool for key, tool in context.tools.items() if key not in _LEFT_OUT}
-    calls = _Calls(context)
+    running: dict[asyncio.Future[None], Access] = {}
+    """The calls that run, in order of arrival."""
+
+    async def run_in_order(call: ToolCall) -> ToolResult:
+        """Waits for earlier calls that it conflicts with, then runs it. Raises as `execute_calls`."""
+        access = tools[call.name].access(call.arguments)
+        before = [ended for ended, other in running.items() if other.conflicts(access)]
+        ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        running[ended] = access
+        try:
+            if before:
+                await asyncio.wait(before)
+            return (await execute_calls((call,), context))[0]
+        finally:
+            del running[ended]
+            ended.set_result(None)
 
     async def list_tools(
         request: ServerRequestContext[Any], params: types.PaginatedRequestParams | None
@@ -52,8 +66,7 @@ def mcp_server(context: ToolContext, name: str = _NAME, run: RunCall | None = No
         given = params.arguments or {}
         arguments = {key: text_of(value) for key, value in given.items() if value is not None}
         try:
-            call = ToolCall(params.name, arguments)
-            result = await (run(call) if run else calls.run(call, tools[call.name]))
+            result = await (run or run_in_order)(ToolCall(params.name, arguments))
         except EtudeError as error:
             # Infrastructure, or a sandbox that the agent killed: nothing that a tool could answer.
             kind = "the sandbox has ended" if isinstance(error, AgentError) else "infrastructure failed"
@@ -70,28 +83,6 @@ async def serve_stdio(context: ToolContext, name: str = _NAME) -> None:
     server = mcp_server(context, name)
     async with stdio_server() as (reader, writer):
         await server.run(reader, writer, server.create_initialization_options())
-
-
-@dataclass(slots=True, eq=False)
-class _Calls:
-    """The running calls, in order of arrival."""
-
-    context: ToolContext
-    running: dict[asyncio.Future[None], Access] = field(default_factory=dict[asyncio.Future[None], Access])
-
-    async def run(self, call: ToolCall, tool: Tool) -> ToolResult:
-        """Waits for earlier calls that it conflicts with, then runs it. Raises as `execute_calls`."""
-        access = tool.access(call.arguments)
-        before = [ended for ended, other in self.running.items() if other.conflicts(access)]
-        ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.running[ended] = access
-        try:
-            if before:
-                await asyncio.wait(before)
-            return (await execute_calls((call,), self.context))[0]
-        finally:
-            del self.running[ended]
-            ended.set_result(None)
 
 
 def _described(tool: Tool) -> types.Tool:

@@ -10,5 +10,4 @@ from etude.agent.tools.registries import full_registry as full_registry
 from etude.agent.tools.registries import registry_named as registry_named
 from etude.agent.tools.registries import registry_of as registry_of
 from etude.agent.tools.registry import Registry as Registry
-from etude.agent.tools.registry import check_arguments as check_arguments
 from etude.agent.tools.registry import restricted as restricted

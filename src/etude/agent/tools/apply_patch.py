@@ -18,10 +18,10 @@ from etude.agent.tools.interface import (
 )
 from etude.agent.tools.patches import FilePatch, parse_patch
 from etude.agent.tools.text_file import encoded, inner_path, read_text, refuse_harness
-from etude.errors import AgentError, ToolArgumentError
+from etude.errors import ToolArgumentError
 from etude.kit.tasks import off_loop
 from etude.records import ToolErrorClass, ToolResult
-from etude.sandbox.errors import PathKindError, PathMissingError, SandboxKilledByAgentError
+from etude.sandbox.errors import DiskFullError, PathKindError, PathMissingError
 from etude.tokens.grammar import Parameter, ToolSchema
 
 _LOOKED_AT = 64 << 10
@@ -109,9 +109,7 @@ async def _read(patches: Sequence[FilePatch], context: ToolContext) -> dict[str,
             return await read_text(path, context)
         except PathMissingError:
             return None
-        except SandboxKilledByAgentError:
-            raise
-        except AgentError as error:
+        except ToolArgumentError as error:
             raise type(error)(
                 f"{shorten(path, 80)}: {error.message}", field="patch", received=path
             ) from error
@@ -133,16 +131,16 @@ def _apply(
             raise ToolArgumentError(f"{old}: no such file", field="patch")
         if new is not None and new != old and after[new] is not None:
             raise ToolArgumentError(f"{new}: exists already", field="patch")
-        applied = apply_hunks(before, patch.hunks, new or old or "")
+        text, line = apply_hunks(before, patch.hunks, new or old or "")
         if old is not None and old != new:
             after[old] = None
         if new is None:
-            if patch.hunks and applied.text:
+            if patch.hunks and text:
                 raise ToolArgumentError(f"{old}: has more lines than the patch deletes", field="patch")
             lines.setdefault(old or "", 1)
         else:
-            after[new] = applied.text
-            lines.setdefault(new, applied.line or 1)
+            after[new] = text
+            lines.setdefault(new, line or 1)
     return after, lines
 
 
@@ -150,14 +148,10 @@ async def _write(changes: Contents, before: Contents, context: ToolContext) -> N
     """Writes all files, then deletes the removed ones. Rolls back if the disk or the tree refuses."""
     try:
         await _put(changes, context)
-    except SandboxKilledByAgentError:
-        raise
-    except AgentError as error:
+    except (ToolArgumentError, DiskFullError) as error:
         try:
             await _put(before, context)
-        except SandboxKilledByAgentError:
-            raise
-        except AgentError as second:
+        except (ToolArgumentError, DiskFullError) as second:
             raise type(error)(
                 f"{error.message}; and what was written could not be undone: {second.message}", field="patch"
             ) from error

@@ -44,13 +44,11 @@ class AskUser:
             raise ToolArgumentError(f"more than {_QUESTION_CHARACTERS} characters", field="question")
         options = lines_of(arguments, "options", NUM_OPTIONS)
         context.state.num_questions += 1
-        if context.user is None:
-            message = "no user is there; decide yourself"
-            return failure(message, ToolErrorClass.USER_ABORTED, kind="question", answered=False)
         try:
+            if context.user is None:
+                raise UserAbortedError("no user is there; decide yourself", field="user")
             answer = readable(await context.user.answer(question, options)).strip()
         except UserAbortedError as error:
-            message = error.message
-            return failure(message, ToolErrorClass.USER_ABORTED, kind="question", answered=False)
+            return failure(error.message, ToolErrorClass.USER_ABORTED, kind="question", answered=False)
         shown = head_and_tail(answer, context.limits.output_characters)
         return ToolResult(shown or "(no words)", facts={"kind": "question", "answered": True})

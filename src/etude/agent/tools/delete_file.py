@@ -43,22 +43,18 @@ class DeleteFile:
             raise ToolArgumentError("the workspace itself stays", field="path")
         recursive = flag(arguments, "recursive")
         files = context.sandbox.files
-        if await _kind(path, context) != "dir":
-            await files.remove(path)
-            return _deleted(path, [path], "ok", context)
-        inside = await files.list(path, _DEPTH if recursive else 1)
-        if inside and not recursive:
-            message = f"the directory holds {len(inside)} entries: delete it with recursive true"
-            return failure(message, ToolErrorClass.UNEXPECTED_ENVIRONMENT)
+        gone, output = [path], "ok"
+        if await _kind(path, context) == "dir":
+            inside = await files.list(path, _DEPTH if recursive else 1)
+            if inside and not recursive:
+                message = f"the directory holds {len(inside)} entries: delete it with recursive true"
+                return failure(message, ToolErrorClass.UNEXPECTED_ENVIRONMENT)
+            gone = [entry.path for entry in inside if entry.kind != "dir"]
+            output = f"ok, {len(gone)} files" if gone else "ok"
         await files.remove(path)
-        gone = [entry.path for entry in inside if entry.kind != "dir"]
-        return _deleted(path, gone, f"ok, {len(gone)} files" if gone else "ok", context)
-
-
-def _deleted(path: str, gone: list[str], output: str, context: ToolContext) -> ToolResult:
-    for file in gone:
-        context.changed(file)
-    return ToolResult(output, facts={"kind": "edit", "path": path, "line": 1, "changed": True})
+        for file in gone:
+            context.changed(file)
+        return ToolResult(output, facts={"kind": "edit", "path": path, "line": 1, "changed": True})
 
 
 async def _kind(path: str, context: ToolContext) -> str:

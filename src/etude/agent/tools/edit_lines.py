@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from etude.agent.tools.interface import Access, Arguments, ToolContext, integer, writes_path
 from etude.agent.tools.matching import with_line_ends
-from etude.agent.tools.text_file import line_end, read_text, refuse_large, writable_path, write_text
+from etude.agent.tools.text_file import line_end, read_text, refuse_large, writable_path, write_edit
 from etude.errors import ToolArgumentError
 from etude.records import ToolResult
 from etude.tokens.grammar import Parameter, ToolSchema
@@ -43,11 +43,7 @@ class EditLines:
         refuse_large(len(text), path, context)
         before = await read_text(path, context)
         after = replace_lines(before, start, end, text)
-        facts = {"kind": "edit", "path": path, "line": start, "changed": after != before}
-        if after == before:
-            return ToolResult("no change", facts=facts)
-        await write_text(path, after, context)
-        return ToolResult("ok", facts=facts)
+        return await write_edit(path, before, after, start, "ok", context)
 
 
 def replace_lines(content: str, start: int, end: int, text: str) -> str:

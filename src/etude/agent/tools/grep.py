@@ -20,9 +20,8 @@ from etude.agent.tools.patterns import common_pattern
 from etude.agent.tools.ports import GrepRequest
 from etude.agent.tools.text_file import directory_of, read_text
 from etude.agent.tools.values import flag
-from etude.errors import AgentError, ToolArgumentError
+from etude.errors import ToolArgumentError
 from etude.records import ToolResult
-from etude.sandbox.errors import SandboxKilledByAgentError
 from etude.sandbox.types import GrepMatch
 from etude.tokens.grammar import Parameter, ToolSchema
 
@@ -175,7 +174,5 @@ async def _lines_of(path: str, context: ToolContext) -> list[str]:
     """The file's lines; none if it is missing or too large: then matches are shown without context."""
     try:
         return (await read_text(path, context)).split("\n")
-    except SandboxKilledByAgentError:
-        raise
-    except AgentError:
+    except ToolArgumentError:
         return []

@@ -9,8 +9,8 @@ linear in the file at most.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
+from itertools import takewhile
 
 from etude.agent.tools.interface import shorten
 from etude.agent.tools.patches import Hunk
@@ -21,18 +21,14 @@ _SHOWN = 50
 _TRIES = 50
 
 
-@dataclass(frozen=True, slots=True)
-class Applied:
-    """A file's text after its hunks."""
+def apply_hunks(content: str, hunks: Sequence[Hunk], path: str) -> tuple[str, int]:
+    """(the content after all hunks, in order; the first changed line, from 1, or 0 without hunks).
 
-    text: str
-    line: int
-    """The first changed line, from 1; 0 without hunks."""
-
-
-def apply_hunks(content: str, hunks: Sequence[Hunk], path: str) -> Applied:
-    """The content after all hunks, in order. Raises ToolArgumentError naming the first that does not fit."""
-    crlf = _lacks_cr(hunks) and line_end(content) == "\r\n"
+    Raises ToolArgumentError naming the first hunk that does not fit.
+    """
+    # Where the old lines hold no carriage returns, those of the file are part of its line ends.
+    has_cr = any(text.endswith(("\r", "\r\n")) for hunk in hunks for text in hunk.old)
+    crlf = not has_cr and line_end(content) == "\r\n"
     file = _File(content.replace("\r\n", "\n") if crlf else content, path)
     result: list[str] = []
     done, moved, first_line = 0, 0, 0
@@ -49,7 +45,7 @@ def apply_hunks(content: str, hunks: Sequence[Hunk], path: str) -> Applied:
     text = "".join(line if line.endswith("\n") else line + "\n" for line in result[:-1]) + "".join(
         result[-1:]
     )
-    return Applied(text.replace("\n", "\r\n") if crlf else text, first_line)
+    return text.replace("\n", "\r\n") if crlf else text, first_line
 
 
 class _File:
@@ -117,11 +113,6 @@ class _File:
         return ToolArgumentError(f"hunk {hunk.number} of {shorten(self._path, 80)} {reason}", field="patch")
 
 
-def _lacks_cr(hunks: Sequence[Hunk]) -> bool:
-    """Whether the old lines hold no carriage returns: then those of the file are part of its line ends."""
-    return not any(text.endswith(("\r", "\r\n")) for hunk in hunks for text in hunk.old)
-
-
 def _expected(hunk: Hunk, moved: int) -> int:
     """Index of the hunk's first line by its header."""
     assert hunk.start is not None
@@ -166,12 +157,8 @@ def _written(hunk: Hunk, present: list[str], crlf: bool) -> list[str]:
 
 def _num_fitting(lines: list[str], wanted: list[str], place: int) -> int:
     """How many of the hunk's first lines match the file from a place on; at most all but one."""
-    count = 0
-    for line, text in zip(lines[place : place + len(wanted)], wanted, strict=False):
-        if line != text:
-            break
-        count += 1
-    return min(count, len(wanted) - 1)
+    pairs = zip(lines[place : place + len(wanted)], wanted, strict=False)
+    return min(sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs)), len(wanted) - 1)
 
 
 def _quoted(line: str) -> str:

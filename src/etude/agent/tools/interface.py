@@ -102,7 +102,8 @@ class ToolContext:
 
     def changed(self, path: str) -> None:
         """Records that a tool has written or removed the file at this normal path."""
-        self.state.on_change(path)
+        if path not in self.state.changed:
+            self.state.changed.append(path)
         if self.search is not None:
             self.search.changed(path)
 
@@ -149,14 +150,14 @@ def how_together(tool: Tool, context: ToolContext) -> RunTogether | None:
     return None if together is None else together(context)
 
 
-def reads_path(arguments: Arguments, name: str = "path") -> Access:
-    """The access of a call that only reads what the argument `name` names; without it, the workspace."""
-    return Access(reads=frozenset({accessed_path(arguments.get(name, ""))}))
+def reads_path(arguments: Arguments) -> Access:
+    """The access of a call that only reads what the argument `path` names; without it, the workspace."""
+    return Access(reads=frozenset({accessed_path(arguments.get("path", ""))}))
 
 
-def writes_path(arguments: Arguments, name: str = "path") -> Access:
-    """The access of a call that reads and writes what the argument `name` names."""
-    return Access(writes=frozenset({accessed_path(arguments.get(name, ""))}))
+def writes_path(arguments: Arguments) -> Access:
+    """The access of a call that reads and writes what the argument `path` names."""
+    return Access(writes=frozenset({accessed_path(arguments.get("path", ""))}))
 
 
 def accessed_path(path: str) -> str:

@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from difflib import SequenceMatcher
+from itertools import accumulate
 
 from etude.agent.tools.text_file import line_end
 
@@ -141,7 +142,7 @@ def _line_places(
     lines = content.split("\n")
     # Searched as one string: string search is linear whatever the lines are.
     joined = "\n" + "\n".join(map(key, lines)) + "\n"
-    starts = _line_starts(lines)
+    starts = [0, *accumulate(len(line) + 1 for line in lines)]
     places: list[Place] = []
     for at in _positions(joined, "\n" + "\n".join(keys) + "\n"):
         first = joined.count("\n", 0, at)
@@ -154,13 +155,6 @@ def _line_places(
         written = _indented(new, wanted, lines[first : last + 1]) if indented else new
         places.append(Place(starts[first], end, written))
     return tuple(places)
-
-
-def _line_starts(lines: list[str]) -> list[int]:
-    starts = [0]
-    for line in lines[:-1]:
-        starts.append(starts[-1] + len(line) + 1)
-    return starts
 
 
 def _indented(new: str, wanted: list[str], present: list[str]) -> str:

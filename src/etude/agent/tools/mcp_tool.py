@@ -85,23 +85,18 @@ class McpTool:
         """Raises ConfigError for names that cannot be translated (`own_name`)."""
         self._server, self._name = server, described.name
         self._parameters = parameters_of(described.input_schema)
-        self._only_reads = config.trusted and described.only_reads
+        self.repeatable = config.trusted and described.only_reads
         self.schema = ToolSchema(
             f"{server}_{own_name(described.name)}",
             shorten(" ".join((described.description or described.name).split()), _DESCRIPTION_CHARACTERS),
             tuple(self._parameters.values()),
         )
-        self._waits = Access(reads=frozenset({"."})) if self._only_reads else WRITES_ALL
-        if not config.is_in_sandbox and not self._only_reads:
-            self._waits = replace(WRITES_ALL, outside=True)
-
-    @property
-    def repeatable(self) -> bool:
-        return self._only_reads
+        writes = replace(WRITES_ALL, outside=not config.is_in_sandbox)
+        self._access = Access(reads=frozenset({"."})) if self.repeatable else writes
 
     def access(self, arguments: Arguments) -> Access:
         """See Tool. What it reads is unknown: it waits for all calls that write to the workspace."""
-        return self._waits
+        return self._access
 
     async def run(self, arguments: Arguments, context: ToolContext) -> ToolResult:
         values = self._values(arguments)

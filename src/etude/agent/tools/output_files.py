@@ -6,8 +6,8 @@ import re
 
 from etude.agent.tools.interface import ToolContext, shown
 from etude.agent.tools.state import HARNESS_DIRECTORY
-from etude.errors import AgentError
-from etude.sandbox.errors import SandboxKilledByAgentError
+from etude.errors import ToolArgumentError
+from etude.sandbox.errors import DiskFullError
 
 OUTPUT_BYTES = 10 << 20
 """Bound of one output; output beyond it is lost, and the agent reads so."""
@@ -70,9 +70,7 @@ async def keep_output(text: str, context: ToolContext) -> str:
     data = text.encode("utf-8", "replace")
     try:
         await write_harness_file(path, data[:OUTPUT_BYTES], context)
-    except SandboxKilledByAgentError:
-        raise
-    except AgentError as error:
+    except (ToolArgumentError, DiskFullError) as error:
         return f", not kept: {error.message}"
     if len(data) > OUTPUT_BYTES:
         return f", the first {OUTPUT_BYTES >> 20} MiB in {path}"

@@ -16,7 +16,7 @@ if not, the hunk extends to the next header.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from etude.errors import ToolArgumentError
 
@@ -45,11 +45,6 @@ class Hunk:
         """The lines that the file must hold."""
         return [text for mark, text in self.lines if mark != "+"]
 
-    @property
-    def new(self) -> list[str]:
-        """The lines that replace them."""
-        return [text for mark, text in self.lines if mark != "-"]
-
 
 @dataclass(frozen=True, slots=True)
 class FilePatch:
@@ -68,8 +63,6 @@ class _Header:
 
     old: str | None = None
     new: str | None = None
-    named: bool = False
-    """Whether there was a `---` or `+++` line: these take precedence."""
     created: bool = False
     deleted: bool = False
     renamed: bool = False
@@ -81,7 +74,6 @@ class _Lines:
 
     texts: list[str]
     at: int = 0
-    files: list[FilePatch] = field(default_factory=list[FilePatch])
 
     def peek(self, ahead: int = 0) -> str | None:
         place = self.at + ahead
@@ -95,11 +87,11 @@ def parse_patch(text: str) -> list[FilePatch]:
         texts.pop()
     if texts and all(line.endswith("\r") for line in texts):
         texts = [line[:-1] for line in texts]
-    lines = _Lines(texts)
+    lines, files = _Lines(texts), list[FilePatch]()
     while (line := lines.peek()) is not None:
         if line.startswith("diff --git ") or _is_file_header(lines):
-            lines.files.append(_file(lines))
-            if len(lines.files) > MAX_FILES:
+            files.append(_file(lines))
+            if len(files) > MAX_FILES:
                 raise _refused(f"the patch has more than {MAX_FILES} files")
         elif line.startswith("@@"):
             raise _refused(f"line {lines.at + 1}: a hunk before any --- and +++ line")
@@ -108,9 +100,9 @@ def parse_patch(text: str) -> list[FilePatch]:
         else:
             # Text around a patch, as in a mail or a model's answer, is skipped.
             lines.at += 1
-    if not lines.files:
+    if not files:
         raise _refused("no file header (--- and +++ lines) in the patch")
-    return lines.files
+    return files
 
 
 def _is_file_header(lines: _Lines) -> bool:
@@ -126,14 +118,12 @@ def _file(lines: _Lines) -> FilePatch:
         lines.at += 1
         _extended_headers(lines, header)
     if _is_file_header(lines):
-        old, new = lines.texts[lines.at], lines.texts[lines.at + 1]
-        header.old, header.new = _stripped(_path(old[4:]), _path(new[4:]))
-        header.named = True
+        old, new = (_path(text[4:]) for text in lines.texts[lines.at : lines.at + 2])
+        old, new = _stripped(old, new)
         lines.at += 2
+    else:
+        old, new = None if header.created else header.old, None if header.deleted else header.new
     hunks = _hunks(lines)
-    old, new = header.old, header.new
-    if not header.named:
-        old, new = None if header.created else old, None if header.deleted else new
     if old is None and new is None:
         raise _refused(f"line {begin + 1}: a patch from /dev/null to /dev/null")
     if not hunks and not (header.renamed or header.created or header.deleted):

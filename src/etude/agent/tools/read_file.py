@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from operator import add
 
 from etude.agent.tools.interface import (
     Access,
@@ -26,8 +25,6 @@ from etude.records import ToolResult
 from etude.tokens.grammar import Parameter, ToolSchema
 
 _LARGE_BYTES = 64 << 10
-_NUMBERS = tuple(f"{number}\t" for number in range(1, ToolLimits().read_lines + 1))
-"""Line prefixes of most calls, computed once, since they are most of the work for a small file."""
 
 
 class ReadFile:
@@ -97,12 +94,9 @@ def _shown(text: str, window: _Window, limits: ToolLimits) -> ToolResult:
     if first > len(lines):
         raise ToolArgumentError(f"only {len(lines)} lines", field="offset", received=first)
     kept = lines[first - 1 : first - 1 + count]
-    if max(map(len, kept)) > limits.line_characters:
-        kept = [shorten(line, limits.line_characters) for line in kept]
-    if first == 1 and len(kept) <= len(_NUMBERS):
-        numbered = list(map(add, _NUMBERS, kept))
-    else:
-        numbered = [f"{number}\t{line}" for number, line in enumerate(kept, first)]
+    numbered = [
+        f"{number}\t{shorten(line, limits.line_characters)}" for number, line in enumerate(kept, first)
+    ]
     if (rest := len(lines) - (first - 1 + len(kept))) > 0:
         numbered.append(f"... {rest} more lines")
     return ToolResult(shown("\n".join(numbered)), facts=facts)

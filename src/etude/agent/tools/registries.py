@@ -33,41 +33,18 @@ from etude.config import SEARCHING, AgentConfig, McpConfig
 from etude.errors import ConfigError
 from etude.tokens.grammar import ToolSchema
 
-_CORE: tuple[Callable[[], Tool], ...] = (
-    lambda: restricted(ListDir(), ("path",)),
-    lambda: restricted(Grep(), ("pattern", "path")),
-    ReadFile,
-    EditLines,
-    lambda: restricted(SearchReplace(strict=True, hints=False), ("path", "old", "new")),
-    RunTests,
-    RunCommand,
-    Finish,
-)
 _FULL: tuple[Callable[[], Tool], ...] = (
-    ListDir,
-    Glob,
-    Grep,
-    ReadFile,
-    EditLines,
-    SearchReplace,
-    WriteFile,
-    DeleteFile,
-    ApplyPatch,
-    RunChosenTests,
-    Terminal,
-    ReadLints,
-    TodoWrite,
-    SemanticSearch,
-    AskUser,
-    Finish,
+    *(ListDir, Glob, Grep, ReadFile, EditLines, SearchReplace, WriteFile, DeleteFile, ApplyPatch),
+    *(RunChosenTests, Terminal, ReadLints, TodoWrite, SemanticSearch, AskUser, Finish),
 )
-
 _SEARCH = SemanticSearch.schema.name
 
 
 def core_registry() -> Registry:
     """The eight tools of small models, in the order in which a tokenizer gets their tags."""
-    return Registry(make() for make in _CORE)
+    replace = restricted(SearchReplace(strict=True, hints=False), ("path", "old", "new"))
+    reading = (restricted(ListDir(), ("path",)), restricted(Grep(), ("pattern", "path")), ReadFile())
+    return Registry([*reading, EditLines(), replace, RunTests(), RunCommand(), Finish()])
 
 
 def full_registry() -> Registry:
@@ -114,7 +91,18 @@ def agent_registry(agent: AgentConfig, auto_tools: str = "full") -> Registry:
             received=named,
             fix='set agent.index = "meaning", or "words"',
         )
-    return _checked([*tools.values(), *served_tools(agent.mcp)])
+    offered = [*tools.values(), *served_tools(agent.mcp)]
+    names = [tool.schema.name for tool in offered]
+    parameters = {parameter.name for tool in offered for parameter in tool.schema.parameters}
+    for name in names:  # which a grammar must be able to tell apart
+        if names.count(name) > 1 or name in parameters:
+            raise ConfigError(
+                "is also the name of a parameter or another tool",
+                field="agent.mcp",
+                received=name,
+                fix="give the server another name, or leave the tool out",
+            )
+    return Registry(offered)
 
 
 def registry_of(schemas: Sequence[ToolSchema], servers: Mapping[str, McpConfig] | None = None) -> Registry:
@@ -126,18 +114,3 @@ def registry_of(schemas: Sequence[ToolSchema], servers: Mapping[str, McpConfig] 
         if repr(schema) not in known:
             raise ConfigError("no tool has this schema", field="tools", received=schema.name)
     return Registry(known[repr(schema)] for schema in schemas)
-
-
-def _checked(tools: Sequence[Tool]) -> Registry:
-    """The tools as a registry. Raises ConfigError if a grammar could not tell their names apart."""
-    names = [tool.schema.name for tool in tools]
-    parameters = {parameter.name for tool in tools for parameter in tool.schema.parameters}
-    for name in names:
-        if names.count(name) > 1 or name in parameters:
-            raise ConfigError(
-                "is also the name of a parameter or another tool",
-                field="agent.mcp",
-                received=name,
-                fix="give the server another name, or leave the tool out",
-            )
-    return Registry(tools)

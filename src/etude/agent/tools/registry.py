@@ -80,10 +80,7 @@ class RestrictedTool:
     def __init__(self, tool: Tool, schema: ToolSchema) -> None:
         self._tool = tool
         self.schema = schema
-
-    @property
-    def repeatable(self) -> bool:
-        return self._tool.repeatable
+        self.repeatable = tool.repeatable
 
     def access(self, arguments: Arguments) -> Access:
         return self._tool.access(arguments)

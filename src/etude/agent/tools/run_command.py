@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from etude.agent.tools.interface import WRITES_ALL, Access, Arguments, ToolContext
-from etude.agent.tools.output_files import OUTPUT_BYTES, bounded, head_and_tail, readable
+from etude.agent.tools.output_files import OUTPUT_BYTES, bounded, readable
 from etude.errors import ToolArgumentError
 from etude.records import ToolErrorClass, ToolResult
 from etude.sandbox.types import CommandResult
 from etude.tokens.grammar import Parameter, ToolSchema
-
-__all__ = ["COMMAND", "RunCommand", "command_of", "head_and_tail", "result_of"]
 
 COMMAND = Parameter("command", "the command line")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from etude.agent.tools.interface import Access, Arguments, ToolContext, failure, shorten, shown, writes_path
 from etude.agent.tools.matching import Found, find_places, line_of, nearest, with_line_ends
-from etude.agent.tools.text_file import read_text, refuse_large, writable_path, write_text
+from etude.agent.tools.text_file import read_text, refuse_large, writable_path, write_edit
 from etude.agent.tools.values import flag
 from etude.errors import ToolArgumentError
 from etude.kit.tasks import off_loop
@@ -61,7 +61,7 @@ class SearchReplace:
             refuse_large(len(before) + count * (len(new) - len(old)), path, context)
             after = before.replace(old, new)
             done = "ok" if count == 1 else f"ok, {count} places"
-            return await _write(path, before, after, before.index(old), done, context)
+            return await write_edit(path, before, after, line_of(before, before.index(old)), done, context)
         found = await off_loop(len(before), find_places, before, old, new, self._strict)
         if not found.places:
             return await self._missing(before, old, context)
@@ -70,7 +70,7 @@ class SearchReplace:
             return self._ambiguous(before, found)
         after = before[: place.start] + place.new + before[place.end :]
         done = "ok" if found.stage == "exact" else f"ok, matched apart from {found.stage}"
-        return await _write(path, before, after, place.start, done, context)
+        return await write_edit(path, before, after, line_of(before, place.start), done, context)
 
     async def _missing(self, content: str, old: str, context: ToolContext) -> ToolResult:
         message = "old not found"
@@ -89,14 +89,3 @@ class SearchReplace:
             more = ", ..." if len(numbers) > _NUM_LINES else ""
             message += f": line{'s' if numbers[1:] else ''} {', '.join(numbers[:_NUM_LINES])}{more}"
         return failure(message, ToolErrorClass.UNEXPECTED_ENVIRONMENT)
-
-
-async def _write(
-    path: str, before: str, after: str, start: int, output: str, context: ToolContext
-) -> ToolResult:
-    changed = before != after
-    facts = {"kind": "edit", "path": path, "line": line_of(before, start), "changed": changed}
-    if not changed:
-        return ToolResult("no change", facts=facts)
-    await write_text(path, after, context)
-    return ToolResult(output, facts=facts)

@@ -64,8 +64,7 @@ class SemanticSearch:
             return failure("no index", ToolErrorClass.UNEXPECTED_ENVIRONMENT)
         found = await context.search.semantic(query, limit, path)
         blocks = [_shown_hit(hit, context.limits.line_characters) for hit in found.hits[:limit]]
-        if not blocks:
-            blocks = ["no match"]
+        blocks = blocks or ["no match"]
         if not found.complete:
             blocks.append("the index is not complete yet")
         facts = {"kind": "semantic_search", "num_hits": len(found.hits), "complete": found.complete}

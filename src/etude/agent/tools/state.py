@@ -53,11 +53,6 @@ class ToolState:
     changed: list[str] = field(default_factory=list[str])
     """Paths that tools wrote or removed, in the order of their first change."""
 
-    def on_change(self, path: str) -> None:
-        """Records that a tool wrote or removed a file."""
-        if path not in self.changed:
-            self.changed.append(path)
-
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
         return asdict(self)

@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-from etude.agent.tools.background import (
-    find_command,
-    kill_command,
-    poll_command,
-    send_input,
-    start_command,
-)
+from etude.agent.tools.background import check_id, kill_command, poll_command, send_input, start_command
 from etude.agent.tools.interface import Access, Arguments, ToolContext, integer
 from etude.agent.tools.output_files import OUTPUT_BYTES
 from etude.agent.tools.run_command import COMMAND, command_of, result_of
@@ -72,24 +66,23 @@ class Terminal:
         try:
             if flag(arguments, "background"):
                 started = await start_command(command, context)
-                return ToolResult(
-                    f"started command {started.id}", facts={"kind": "command", "background": True}
-                )
+                return ToolResult(f"started command {started}", facts={"kind": "command", "background": True})
             result = await context.sandbox.commands.run(command, timeout_s, limit_bytes=OUTPUT_BYTES)
         finally:
             context.changed_somewhere()
         return await result_of(result, context)
 
     async def _control_background(self, arguments: Arguments, context: ToolContext) -> ToolResult:
-        command = find_command(context.state, arguments["id"].strip())
+        command_id = arguments["id"].strip()
+        check_id(context.state, command_id)
         if flag(arguments, "kill"):
-            return await kill_command(command, context)
+            return await kill_command(command_id, context)
         wait_s = self._seconds(arguments, "wait_s", 0)
         if "stdin" in arguments:
-            refused = await send_input(command, arguments["stdin"], context)
+            refused = await send_input(command_id, arguments["stdin"], context)
             if refused is not None:
                 return refused
-        return await poll_command(command, context, wait_s)
+        return await poll_command(command_id, context, wait_s)
 
     def _seconds(self, arguments: Arguments, name: str, default: float) -> float:
         if not arguments.get(name, "").strip():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from etude.agent.tools.interface import Arguments, ToolContext
 from etude.agent.tools.state import HARNESS_DIRECTORY, is_harness_path
 from etude.errors import ToolArgumentError
+from etude.records import ToolResult
 from etude.sandbox.paths import normal_path
 
 _PATH_CHARACTERS = 4096
@@ -60,14 +61,20 @@ def text_of(data: bytes, path: str, context: ToolContext) -> str:
     return data.decode("utf-8", "surrogateescape")
 
 
-async def write_text(path: str, text: str, context: ToolContext) -> None:
-    """Replaces the whole file at a normal path, and reports the change to the context.
+async def write_edit(
+    path: str, before: str, after: str, line: int, output: str, context: ToolContext
+) -> ToolResult:
+    """The result of an edit at `line` of the file at a normal path, whose new text it writes and reports to
+    the context: `output`, or `no change`.
 
     Raises ToolArgumentError if the file would grow above `file_bytes`.
     """
-    data = encoded(text, path, context)
-    await context.sandbox.files.write(path, data)
-    context.changed(path)
+    changed = before != after
+    if changed:
+        await context.sandbox.files.write(path, encoded(after, path, context))
+        context.changed(path)
+    facts = {"kind": "edit", "path": path, "line": line, "changed": changed}
+    return ToolResult(output if changed else "no change", facts=facts)
 
 
 def encoded(text: str, path: str, context: ToolContext) -> bytes:

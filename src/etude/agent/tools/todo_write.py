@@ -61,7 +61,11 @@ class TodoWrite:
 
     async def run(self, arguments: Arguments, context: ToolContext) -> ToolResult:
         merge = flag(arguments, "merge")
-        entries = _entries(json_value(arguments, "todos"))
+        entries = json_value(arguments, "todos")
+        if not isinstance(entries, list):
+            raise _wrong("todos must be a list")
+        if len(entries) > NUM_TODOS:
+            raise _wrong(f"more than {NUM_TODOS} entries")
         known = {todo.id: todo for todo in context.state.todos} if merge else {}
         for place, entry in enumerate(entries, 1):
             todo = _todo(entry, place, known)
@@ -78,14 +82,6 @@ class TodoWrite:
 def render_todos(todos: Sequence[Todo]) -> str:
     """The list, one entry a line."""
     return "\n".join(f"{_MARKS[todo.status]} {todo.id} {todo.text}" for todo in todos)
-
-
-def _entries(value: Any) -> Sequence[Any]:
-    if not isinstance(value, list):
-        raise _wrong("todos must be a list")
-    if len(value) > NUM_TODOS:
-        raise _wrong(f"more than {NUM_TODOS} entries")
-    return value
 
 
 def _todo(entry: Any, place: int, known: Mapping[str, Todo]) -> Todo:

@@ -13,7 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 from tests.fakes.embedder import HashingEmbedder
 
-from etude.agent.index.semantic import SearchResult, SemanticIndex
+from etude.agent.index.semantic import SemanticIndex
+from etude.agent.tools.ports import CodeHits
 
 Parameters = ParamSpec("Parameters")
 
@@ -94,7 +95,12 @@ def in_loop(test: Callable[Parameters, Coroutine[None, None, None]]) -> Callable
     return run
 
 
-def places(result: SearchResult) -> list[tuple[str, int, int, str]]:
+def digests(index: SemanticIndex) -> dict[str, bytes]:
+    """Digest of each indexed file's content, by path."""
+    return {path: file.digest for path, file in index._store.files(index._tree).items()}
+
+
+def places(result: CodeHits) -> list[tuple[str, int, int, str]]:
     """Where hits are."""
     return [(hit.path, hit.first_line, hit.last_line, hit.symbol) for hit in result.hits]
 

@@ -18,6 +18,7 @@ from semantic_builders import (
     FailingEmbedder,
     TellingEmbedder,
     built,
+    digests,
     in_loop,
     many_files,
     name,
@@ -26,7 +27,8 @@ from semantic_builders import (
 )
 from tests.fakes.embedder import HashingEmbedder
 
-from etude.agent.index.semantic import Changes, SearchResult, SemanticIndex, building, store
+from etude.agent.index.semantic import SemanticIndex, building, store
+from etude.agent.tools.ports import CodeHits
 from etude.errors import ConfigError, ResourceError, StoreError, ToolArgumentError
 from etude.kit.locks import locked
 
@@ -53,7 +55,7 @@ async def test_a_question_finds_its_function(tmp_path: Path) -> None:
     result = await index.search("counting zebras of a herd", 2)
     assert places(result)[0] == ("zoo/animals.py", 5, 6, "count_zebras")
     assert result.hits[0].text.startswith("def count_zebras(herd):\n")
-    assert result.complete and result.semantic
+    assert result.complete
     assert len((await index.search("cart", 100)).hits) == 7
     await index.close()
 
@@ -64,7 +66,7 @@ async def test_without_an_embedder_words_decide(tmp_path: Path) -> None:
     await index.update()
     result = await index.search("counting zebras", 5)
     assert [hit.symbol for hit in result.hits] == ["count_zebras"]
-    assert result.complete and not result.semantic
+    assert result.complete
     assert (await index.search("nothing like that", 5)).hits == ()
     await index.close()
 
@@ -105,7 +107,7 @@ async def test_only_changed_chunks_are_embedded_again(
 ) -> None:
     files, embedder, read = many_files(20), HashingEmbedder(), list[Path]()
     index = await built(tmp_path, files, embedder)
-    first, fingerprint, tree = embedder.num_embedded, await index.fingerprint(), tmp_path / "tree"
+    first, before, tree = embedder.num_embedded, digests(index), tmp_path / "tree"
     changed = b"# a line above\n" + files["pkg0/mod0.py"].replace(b"* 0 + 1", b"* 0 + 77")
     write(tree, {"pkg0/mod0.py": changed})
     (tree / "pkg1/mod1.py").rename(tree / "renamed.py")
@@ -117,12 +119,14 @@ async def test_only_changed_chunks_are_embedded_again(
         return read_file(path)
 
     monkeypatch.setattr(building, "_read_file", reading)
-    changes = await index.update()
-    assert changes == Changes(("renamed.py",), ("pkg0/mod0.py",), ("pkg1/mod1.py", "pkg2/mod2.py"))
+    await index.update()
+    after = digests(index)
+    differing = {path for path in before | after if before.get(path) != after.get(path)}
+    assert differing == {"renamed.py", "pkg0/mod0.py", "pkg1/mod1.py", "pkg2/mod2.py"}
+    assert after.keys() - before.keys() == {"renamed.py"} and "pkg0/mod0.py" in after
     assert embedder.num_embedded - first == 2, "the changed function, and the first one with its new comment"
     names = {str(path.relative_to(tree)) for path in read}
     assert {"renamed.py", "pkg0/mod0.py"} <= names, names
-    assert await index.fingerprint() != fingerprint
     hit = (await index.search(name(0, 1), 1)).hits[0]
     assert (hit.first_line, "77" in hit.text) == (5, True)
     assert {hit.path for hit in (await index.search(name(1, 2), 1)).hits} == {"renamed.py"}
@@ -142,7 +146,7 @@ async def test_an_updated_index_ranks_like_one_built_anew(tmp_path: Path) -> Non
     fresh = await built(tmp_path / "b", kept | added)
     for question in (name(4, 2), "other", "new task"):
         assert await index.search(question, 8) == await fresh.search(question, 8)
-    assert await index.fingerprint() == await fresh.fingerprint()
+    assert digests(index) == digests(fresh)
     await index.close()
     await fresh.close()
 
@@ -186,7 +190,7 @@ async def test_a_build_that_failed_answers_by_words_and_goes_on_where_it_stopped
 
 @in_loop
 async def test_a_search_during_a_build_answers_from_what_is_there(tmp_path: Path) -> None:
-    searches: list[asyncio.Task[SearchResult]] = []
+    searches: list[asyncio.Task[CodeHits]] = []
 
     def on_batch() -> None:
         searches.append(asyncio.ensure_future(index.search(name(99, 3), 1)))
@@ -361,7 +365,9 @@ async def test_an_update_without_changes_reads_and_writes_nothing(
     monkeypatch.setattr(building, "_RACY_NS", -100_000_000_000)
     index = await built(tmp_path, many_files(5))
     monkeypatch.setattr(building, "_read_file", None)
-    assert await index.update() == Changes((), (), ())
+    before = digests(index)
+    await index.update()
+    assert digests(index) == before
     assert (await index.search(name(1, 1), 1)).complete
     await index.close()
 
@@ -495,7 +501,7 @@ def test_two_processes_build_into_one_store(tmp_path: Path) -> None:
     builders = [subprocess.Popen(command, stdout=subprocess.PIPE) for _ in range(2)]
     assert all(b"built" in builder.communicate(timeout=120)[0] for builder in builders)
 
-    async def search() -> SearchResult:
+    async def search() -> CodeHits:
         index = await SemanticIndex.open(tmp_path, tmp_path / "tree", HashingEmbedder())
         result = await index.search("task", 999)
         await index.close()
@@ -510,7 +516,7 @@ async def test_files_that_are_cut_are_found_while_others_are_still_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     index = await SemanticIndex.open(tmp_path, write(tmp_path / "tree", many_files(100)), HashingEmbedder())
-    searches: list[asyncio.Task[SearchResult]] = []
+    searches: list[asyncio.Task[CodeHits]] = []
 
     loop, replace = asyncio.get_running_loop(), store.SemanticStore.replace
 

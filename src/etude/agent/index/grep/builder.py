@@ -7,8 +7,9 @@ text. A file that vanishes meanwhile is left out; one that cannot be read is alw
 from __future__ import annotations
 
 import os
+import secrets
 import stat
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -16,8 +17,6 @@ from numpy.typing import NDArray
 
 from etude.agent.index.grep.grams import LONGEST_BYTES, PairRanks, rank_pairs, sorted_unique, text_keys
 from etude.agent.index.grep.segment import MOST_DOCUMENTS, Document, Flags, write_segment
-
-__all__ = ["read_file", "sample_ranks", "write_segments"]
 
 SEGMENT_BYTES = 64 << 20
 LARGEST_BYTES = 64 << 20
@@ -79,19 +78,21 @@ def sample_ranks(root: Path, paths: Sequence[bytes]) -> PairRanks:
     return rank_pairs(text[:_SAMPLE_BYTES] for _, text in filter(None, found))
 
 
-def write_segments(
-    root: Path, files: Sequence[tuple[bytes, int]], name: Callable[[], Path], ranks: PairRanks
-) -> list[Path]:
-    """Writes segments of bounded size from `files` (path, size in bytes); `name` gives the path of each."""
-    written: list[Path] = []
+def write_segments(root: Path, files: Sequence[tuple[bytes, int]], into: Path, ranks: PairRanks) -> list[str]:
+    """Writes segments of bounded size from `files` (path, size in bytes); their names in `into`."""
+    written: list[str] = []
     for part in _parts(files):
-        path, documents, keys = name(), list[Document](), list[NDArray[np.uint64]]()
+        name, documents, keys = (
+            f"segment-{secrets.token_hex(8)}",
+            list[Document](),
+            list[NDArray[np.uint64]](),
+        )
         size_bytes = sum(min(size, LARGEST_BYTES) for _, size in part)
         bits = min(_MOST_BITS, max(_FEWEST_BITS, (size_bytes // 48).bit_length()))
         for numbers, texts in _blocks(root, part, documents):
             keys.append(text_keys(texts, numbers, ranks, bits))
-        write_segment(path, documents, sorted_unique(keys), bits, ranks)
-        written.append(path)
+        write_segment(into / name, documents, sorted_unique(keys), bits, ranks)
+        written.append(name)
     return written
 
 

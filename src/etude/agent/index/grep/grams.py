@@ -17,8 +17,6 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["LONGEST_BYTES", "PairRanks", "gram_hashes", "rank_pairs", "text_keys"]
-
 LONGEST_BYTES = 8
 SHORTEST_SPARSE_BYTES = 4
 _NUM_PAIRS = 1 << 16

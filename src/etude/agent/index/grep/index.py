@@ -10,7 +10,6 @@ records.
 from __future__ import annotations
 
 import os
-import secrets
 from pathlib import Path
 
 from etude.agent.index.grep.builder import sample_ranks, write_segments
@@ -24,14 +23,12 @@ from etude.agent.index.grep.manifest import (
 from etude.agent.index.grep.overlay import Overlay
 from etude.agent.index.grep.query import GrepQuery, GrepResult
 from etude.agent.index.grep.ripgrep import Ripgrep, sort_key
-from etude.agent.index.grep.search import Base, Searcher
+from etude.agent.index.grep.search import Searcher
 from etude.agent.index.walk import walk
 from etude.errors import StoreError
 from etude.kit.durable import DRAFTS, whole_directory
 from etude.kit.leftovers import sweep
 from etude.kit.tasks import finish_in_thread
-
-__all__ = ["GrepIndex"]
 
 
 class GrepIndex:
@@ -40,7 +37,7 @@ class GrepIndex:
     def __init__(self, into: Path, contents: Contents, ripgrep: Ripgrep) -> None:
         """Use `open` or `build`."""
         self.directory = into
-        self._searcher = Searcher(Base(contents), ripgrep)
+        self._searcher = Searcher(contents, ripgrep)
 
     @classmethod
     def open(cls, into: Path, *, key: str | None = None) -> GrepIndex:
@@ -85,12 +82,12 @@ class GrepIndex:
     @property
     def root(self) -> Path:
         """Root of the indexed tree."""
-        return self._searcher.base.root
+        return self._searcher.root
 
     @property
     def num_files(self) -> int:
         """Files in the index."""
-        return self._searcher.base.num_files
+        return self._searcher.num_files
 
     @property
     def size_bytes(self) -> int:
@@ -109,7 +106,7 @@ def _write(root: Path, into: Path, key: str) -> Contents:
     sweep(into.parent, DRAFTS)
     with whole_directory(into, keep=lambda: False) as draft:
         ranks = sample_ranks(root, paths)
-        written = write_segments(root, files, lambda: draft / f"segment-{secrets.token_hex(8)}", ranks)
+        written = write_segments(root, files, draft, ranks)
         directories = sorted(map(os.fsdecode, listing.directories))
-        write_manifest(draft, Manifest(str(root), key, directories, [path.name for path in written]))
+        write_manifest(draft, Manifest(str(root), key, directories, written))
         return open_contents(draft)

@@ -18,8 +18,6 @@ from typing import Any
 
 from etude.agent.index.grep.query import GrepQuery
 
-__all__ = ["Plan", "Texts", "plan"]
-
 SHORTEST_BYTES = 3
 _MOST_STRINGS = 24
 _LARGEST_CLASS = 8

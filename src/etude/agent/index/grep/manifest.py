@@ -16,8 +16,6 @@ from etude.agent.index.grep.segment import Segment
 from etude.errors import ConfigError, StoreError
 from etude.kit.durable import DRAFTS
 
-__all__ = ["Contents", "Manifest", "check_replaceable", "open_contents", "write_manifest"]
-
 FORMAT = 4
 _NAME = "manifest.json"
 _OURS = re.compile(

@@ -17,8 +17,6 @@ from etude.agent.index.grep.query import GrepQuery, GrepResult
 from etude.errors import ConfigError
 from etude.kit.durable import whole_file
 
-__all__ = ["Overlay"]
-
 
 class Overlay:
     """The edits of one session. Not thread-safe. Must be closed: it keeps temporary files."""

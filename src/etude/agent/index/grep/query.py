@@ -10,8 +10,6 @@ from etude.agent.globs import compile_globs
 from etude.errors import ConfigError
 from etude.sandbox.types import GrepMatch
 
-__all__ = ["FileMatches", "GrepQuery", "GrepResult"]
-
 
 @dataclass(frozen=True, slots=True)
 class GrepQuery:

@@ -18,8 +18,6 @@ from etude.agent.index.grep.query import FileMatches
 from etude.errors import SandboxError, ToolArgumentError
 from etude.errors.packages import missing_package
 
-__all__ = ["Output", "Ripgrep", "parse_matches", "sort_key"]
-
 _PRINT = ["--heading", "--null", "--line-number", "--color=never", "--with-filename", "--no-mmap"]
 """`--no-mmap`: a file that is cut short while it is mapped would kill the search."""
 _READ_BYTES = 1 << 18
@@ -56,7 +54,6 @@ class Ripgrep:
         *,
         deadline_s: float,
         max_bytes: int,
-        follow: bool = False,
     ) -> Output:
         """Searches `paths` (files or directories, relative to `cwd`) with `flags`. Killed when cancelled,
         past the deadline and past `max_bytes` of output.
@@ -64,10 +61,8 @@ class Ripgrep:
         Raises ToolArgumentError, with ripgrep's own message, for a pattern that it refuses, and past the
         deadline (the pattern is too expensive); SandboxError if ripgrep cannot be started.
         """
-        options = [*_PRINT, *(["--follow"] if follow else []), *flags]
-        output = await self._run(
-            [*options, "--", *(b"./" + path for path in paths)], cwd, deadline_s, max_bytes
-        )
+        arguments = [*_PRINT, *flags, "--", *(b"./" + path for path in paths)]
+        output = await self._run(arguments, cwd, deadline_s, max_bytes)
         if output.status == 2 and not output.cut:
             await self.check_pattern(flags, cwd)  # else some file could not be read, which is no error here
         return output
@@ -194,5 +189,5 @@ def _clean_path(path: bytes) -> bytes:
 
 
 def sort_key(path: bytes) -> bytes:
-    """EpisodeRequest of paths as in `rg --sort path`: name by name, so `a/b` comes before `a.b`."""
+    """Sorts paths as `rg --sort path` does: name by name, so `a/b` comes before `a.b`."""
     return path.replace(b"/", b"\0")  # which no name holds, and which comes before all that a name may hold

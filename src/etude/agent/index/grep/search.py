@@ -20,9 +20,7 @@ from etude.agent.index.grep.overlay import Overlay
 from etude.agent.index.grep.query import FileMatches, GrepQuery, GrepResult
 from etude.agent.index.grep.ripgrep import Ripgrep, parse_matches, sort_key
 from etude.agent.index.grep.segment import Flags, Segment
-from etude.kit.tasks import run_together
-
-__all__ = ["Base", "Searcher"]
+from etude.kit.tasks import off_loop, run_together
 
 HAND_OVER_SHARE = 0.25
 """With more of the tree as candidates, ripgrep's own walk is as fast."""
@@ -33,10 +31,19 @@ _MOST_BATCHED = 5000
 """With a limit, number of files tried in order of path before the whole tree is searched."""
 
 
-class Base:
-    """Data of an opened index that searches use, computed lazily."""
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """Matches of one or several runs, by file."""
 
-    def __init__(self, contents: Contents) -> None:
+    files: list[FileMatches]
+    cut: bool
+
+
+class Searcher:
+    """Answers queries over one index. Keeps no state between queries; safe to share."""
+
+    def __init__(self, contents: Contents, ripgrep: Ripgrep) -> None:
+        self.ripgrep = ripgrep
         self.segments = contents.segments
         self.root = Path(contents.manifest.root)
         self.directories = frozenset(map(os.fsencode, contents.manifest.directories))
@@ -53,7 +60,7 @@ class Base:
         found = (self._paths(segment, np.flatnonzero(segment.flags & Flags.NUL)) for segment in self.segments)
         return frozenset(itertools.chain.from_iterable(found))
 
-    def candidates(self, lookup: Plan, most: float) -> list[bytes] | None:
+    def _candidates(self, lookup: Plan, most: float) -> list[bytes] | None:
         """Files that may match, unordered; None if there are more than `most`."""
         found = [segment.candidates(lookup) for segment in self.segments]
         if sum(map(len, found)) > most:
@@ -64,34 +71,18 @@ class Base:
     def _paths(segment: Segment, numbers: NDArray[np.intp]) -> list[bytes]:
         return [segment.paths[number] for number in numbers.tolist()]
 
-
-@dataclass(frozen=True, slots=True)
-class _Found:
-    """Matches of one or several runs, by file."""
-
-    files: list[FileMatches]
-    cut: bool
-
-
-class Searcher:
-    """Answers queries over one base. Keeps no state between queries; safe to share."""
-
-    def __init__(self, base: Base, ripgrep: Ripgrep) -> None:
-        self.base, self.ripgrep = base, ripgrep
-
     async def search(self, query: GrepQuery, changes: Overlay | None = None) -> GrepResult:
         """The matches that ripgrep gives on the changed tree. Raises ToolArgumentError for a bad pattern."""
         path = os.fsencode(query.path).strip(b"/").removeprefix(b"./")
         path = b"" if path == b"." else path
-        if path and path not in self.base.directories:
+        if path and path not in self.directories:
             return await self._direct(query, path, changes)
         keeps = functools.partial(_keeps, query, path, changes)
-        most = self.base.num_files * HAND_OVER_SHARE
-        lookup = plan(query)
-        candidates = self.base.candidates(lookup, most)
+        most = self.num_files * HAND_OVER_SHARE
+        candidates = self._candidates(plan(query), most)
         if candidates is None:
             if query.limit is not None:
-                files = await asyncio.to_thread(lambda: self.base.files)
+                files = await asyncio.to_thread(lambda: self.files)
                 return await self._in_order(query, path, keeps, files, changes)
             return await self._direct(query, path, changes)
         if query.limit is not None:
@@ -113,13 +104,9 @@ class Searcher:
         assert query.limit is not None
         runs = [await self._mirrored(query, path, changes)]
         size, tried = _FIRST_BATCH, 0
-        batch: list[bytes] = []
-        remaining = iter(files)
-        while True:
-            batch = list(_some(remaining, keeps, size))
-            if not batch:
-                return _result(query, runs, tried, True)
-            if tried + len(batch) > _MOST_BATCHED and len(files) > self.base.num_files * HAND_OVER_SHARE:
+        remaining = filter(keeps, files)
+        while batch := list(itertools.islice(remaining, size)):
+            if tried + len(batch) > _MOST_BATCHED and len(files) > self.num_files * HAND_OVER_SHARE:
                 return await self._direct(query, path, changes)
             runs.append(await self._explicit(query, batch))
             tried += len(batch)
@@ -128,15 +115,16 @@ class Searcher:
             if sum(map(len, upto)) > query.limit or any(run.cut for run in runs):
                 return _result(query, runs, tried, True)
             size *= _BATCH_GROWTH
+        return _result(query, runs, tried, True)
 
     async def _explicit(self, query: GrepQuery, paths: list[bytes]) -> _Found:
         """Searches these files of the base, and no others."""
         if not paths:
-            await self.ripgrep.check_pattern(query.pattern_flags(), self.base.root)
+            await self.ripgrep.check_pattern(query.pattern_flags(), self.root)
             return _Found([], False)
-        plain = [path for path in paths if path not in self.base.with_nul]
-        runs = [await self._run(query, part, self.base.root) for part in _parts_by_size(plain)]
-        odd = [path for path in paths if path in self.base.with_nul]
+        plain = [path for path in paths if path not in self.with_nul]
+        runs = [await self._run(query, part, self.root) for part in _parts_by_size(plain)]
+        odd = [path for path in paths if path in self.with_nul]
         if odd:
             runs.append(await self._as_found(query, odd))
         return _joined(runs)
@@ -150,8 +138,8 @@ class Searcher:
         with tempfile.TemporaryDirectory(prefix="etude-grep-") as directory:
             links = Path(directory)
             for number, path in enumerate(paths):
-                (links / str(number)).symlink_to(self.base.root / os.fsdecode(path))
-            found = await self._run(query, [b""], links, "--hidden", follow=True)
+                (links / str(number)).symlink_to(self.root / os.fsdecode(path))
+            found = await self._run(query, [b""], links, "--hidden", "--follow")
         named = [replace(file, path=paths[int(file.path)]) for file in found.files]
         return _Found(named, found.cut)
 
@@ -161,21 +149,19 @@ class Searcher:
             return _Found([], False)
         if path and not (changes.mirror / os.fsdecode(path)).exists():
             return _Found([], False)
-        found = await self._run(query, [path], changes.mirror, follow=True)
+        found = await self._run(query, [path], changes.mirror, "--follow")
         kept = [file for file in found.files if changes.holds(file.path) and query.includes(file.path)]
         return _Found(kept, found.cut)
 
     async def _direct(self, query: GrepQuery, path: bytes, changes: Overlay | None) -> GrepResult:
         """Searches the whole tree with ripgrep, without the index."""
         base, mirror = await run_together(
-            [self._run(query, [path], self.base.root), self._mirrored(query, path, changes)]
+            [self._run(query, [path], self.root), self._mirrored(query, path, changes)]
         )
         kept = [file for file in base.files if _keeps(query, path, changes, file.path)]
-        return _result(query, [_Found(kept, base.cut), mirror], self.base.num_files, False)
+        return _result(query, [_Found(kept, base.cut), mirror], self.num_files, False)
 
-    async def _run(
-        self, query: GrepQuery, paths: Iterable[bytes], cwd: Path, *flags: str, follow: bool = False
-    ) -> _Found:
+    async def _run(self, query: GrepQuery, paths: Iterable[bytes], cwd: Path, *flags: str) -> _Found:
         most = [] if query.limit is None else ["--max-count", str(query.limit + 1)]
         output = await self.ripgrep.search(
             ["--no-ignore", *flags, *most, *query.pattern_flags()],
@@ -183,14 +169,8 @@ class Searcher:
             cwd,
             deadline_s=query.deadline_s,
             max_bytes=query.max_bytes,
-            follow=follow,
         )
-        files = (
-            await asyncio.to_thread(parse_matches, output)
-            if len(output.stdout) > 1 << 20
-            else parse_matches(output)
-        )
-        return _Found(files, output.cut)
+        return _Found(await off_loop(len(output.stdout), parse_matches, output), output.cut)
 
 
 def _keeps(query: GrepQuery, path: bytes, changes: Overlay | None, file: bytes) -> bool:
@@ -221,16 +201,6 @@ def _result(query: GrepQuery, runs: Sequence[_Found], candidates: int, used_inde
 
 def _joined(runs: Sequence[_Found]) -> _Found:
     return _Found([file for run in runs for file in run.files], any(run.cut for run in runs))
-
-
-def _some(files: Iterator[bytes], keeps: Callable[[bytes], bool], count: int) -> Iterator[bytes]:
-    """The next files that pass `keeps`, at most `count`."""
-    for file in files:
-        if keeps(file):
-            yield file
-            count -= 1
-            if not count:
-                return
 
 
 def _parts_by_size(paths: list[bytes]) -> Iterator[list[bytes]]:

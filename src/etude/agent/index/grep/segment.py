@@ -25,8 +25,6 @@ from etude.agent.index.grep.grams import PairRanks, gram_hashes
 from etude.agent.index.grep.literals import Plan
 from etude.errors import StoreError
 
-__all__ = ["MOST_DOCUMENTS", "Document", "Flags", "Segment", "write_segment"]
-
 MOST_DOCUMENTS = 1 << 15
 _ENOUGH = 2
 """Once so few documents are left, looking up more grams costs more than reading these files."""

@@ -1,9 +1,6 @@
 """Semantic search: chunks by tree-sitter, ranked by BM25 and embeddings, with edits overlaid."""
 
 from etude.agent.index.semantic.embedding import Embedder as Embedder
-from etude.agent.index.semantic.embedding import EmbedderMissingError as EmbedderMissingError
-from etude.agent.index.semantic.index import Changes as Changes
-from etude.agent.index.semantic.index import SearchResult as SearchResult
 from etude.agent.index.semantic.index import SemanticIndex as SemanticIndex
 from etude.agent.index.semantic.models import SentenceTransformerEmbedder as SentenceTransformerEmbedder
 from etude.agent.index.semantic.models import default_embedder as default_embedder

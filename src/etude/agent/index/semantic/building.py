@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from blake3 import blake3
@@ -19,8 +18,6 @@ from etude.agent.index.semantic.embedding import Embedder
 from etude.agent.index.semantic.store import CutChunk, FileRow, FileStat, SemanticStore, cut_file, cut_key
 from etude.agent.index.walk import walk
 from etude.kit.tasks import finish_in_thread
-
-__all__ = ["MAX_FILE_BYTES", "Build", "Changes"]
 
 MAX_FILE_BYTES = 1 << 20
 """Larger files are data or generated; they are not indexed."""
@@ -32,29 +29,19 @@ _FILES_AT_ONCE = 32
 _CHUNKS_AT_ONCE = 128
 
 
-@dataclass(frozen=True, slots=True)
-class Changes:
-    """Paths of files that differed, in order."""
-
-    added: tuple[str, ...]
-    changed: tuple[str, ...]
-    removed: tuple[str, ...]
-
-
 class Build:
     """One update of one tree."""
 
     def __init__(self, store: SemanticStore, tree: int, root: Path, embedder: Embedder | None) -> None:
         self._store, self._tree, self._root, self._embedder = store, tree, root, embedder
 
-    async def run(self) -> Changes:
-        """Updates the index and returns the files that differed. Raises as `walk`, embedder and store."""
-        changes = await self._cut()
+    async def run(self) -> None:
+        """Updates the index. Raises as `walk`, embedder and store."""
+        await self._cut()
         if self._embedder is not None:
             await self._embed(self._embedder)
-        return changes
 
-    async def _cut(self) -> Changes:
+    async def _cut(self) -> None:
         before = await finish_in_thread(self._store.files, self._tree)
         listed = (await finish_in_thread(walk, self._root)).files
         found = {
@@ -63,23 +50,14 @@ class Build:
             if status.st_size <= MAX_FILE_BYTES
         }
         stale = [path for path, stat in sorted(found.items()) if _is_stale(before.get(path), stat)]
-        removed = before.keys() - found.keys()
-        if removed:
+        if removed := before.keys() - found.keys():
             await finish_in_thread(self._store.replace, self._tree, removed)
-        changed: set[str] = set()
         for start in range(0, len(stale), _FILES_AT_ONCE):
-            batch = stale[start : start + _FILES_AT_ONCE]
-            changed |= await finish_in_thread(self._read, before, batch)
+            await finish_in_thread(self._read, before, stale[start : start + _FILES_AT_ONCE])
         await finish_in_thread(self._store.finish, self._tree)
-        removed |= (changed & before.keys()) - (await finish_in_thread(self._store.files, self._tree)).keys()
-        return Changes(
-            tuple(sorted(changed - before.keys())),
-            tuple(sorted((changed & before.keys()) - removed)),
-            tuple(sorted(removed)),
-        )
 
-    def _read(self, before: dict[str, FileRow], batch: Sequence[str]) -> set[str]:
-        """Cuts files that may have changed; returns those whose content did, or that are gone."""
+    def _read(self, before: dict[str, FileRow], batch: Sequence[str]) -> None:
+        """Cuts files that may have changed."""
         gone: list[str] = []
         rows: list[tuple[FileRow, list[CutChunk] | None]] = []
         for path in batch:
@@ -96,7 +74,6 @@ class Build:
             is_same = known is not None and (known.digest, known.cut) == (row.digest, row.cut)
             rows.append((row, None if is_same else cut_file(path, content)))
         self._store.replace(self._tree, gone, rows)
-        return {*gone, *(row.path for row, chunks in rows if chunks is not None)}
 
     async def _embed(self, embedder: Embedder) -> None:
         missing = await finish_in_thread(self._store.unembedded, self._tree, embedder.key)

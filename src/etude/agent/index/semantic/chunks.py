@@ -7,7 +7,7 @@ So a chunk that is found is a range that can be read, edited and masked.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from etude.agent.index.semantic.grammar import Language, grammar_version, language_of, parser_for
@@ -72,7 +72,8 @@ def chunk_file(path: str, content: bytes) -> list[Chunk]:
     if language is None:
         spans: Iterator[_Span] = iter([_Span(0, len(lines) - 1, "", "lines")])
     else:
-        spans = _definitions(language, content, len(lines))
+        root = parser_for(language).parse(content).root_node
+        spans = _walk(language, root, _Span(0, len(lines) - 1, "", "rest"), 0)
     texts = [line.removesuffix(b"\r").decode("utf-8", "replace") for line in lines]
     return [
         Chunk(
@@ -85,11 +86,6 @@ def chunk_file(path: str, content: bytes) -> list[Chunk]:
         for span in spans
         for piece in _pieces(span, texts)
     ]
-
-
-def _definitions(language: Language, content: bytes, num_lines: int) -> Iterator[_Span]:
-    root = parser_for(language).parse(content).root_node
-    yield from _walk(language, root, _Span(0, num_lines - 1, "", "rest"), 0)
 
 
 def _walk(language: Language, body: Any, within: _Span, depth: int) -> Iterator[_Span]:
@@ -179,12 +175,12 @@ def _receiver_type(receiver: Any) -> str:
 def _members(language: Language, definition: Any, span: _Span, depth: int) -> Iterator[_Span]:
     """A function as one span; a container as the spans of its head and members."""
     body = definition.child_by_field_name("body")
-    if definition.type not in language.containers:
-        yield span
-    elif body is None or depth >= _DEEPEST:
-        yield _Span(span.first, span.last, span.symbol, "class")
-    else:
-        yield from _walk(language, body, _Span(span.first, span.last, span.symbol, "class"), depth + 1)
+    if definition.type in language.containers:
+        span = replace(span, kind="class")
+        if body is not None and depth < _DEEPEST:
+            yield from _walk(language, body, span, depth + 1)
+            return
+    yield span
 
 
 def _join(outer: str, name: str) -> str:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from etude.agent.index.semantic.words import split_words
-from etude.errors import ConfigError
-
-__all__ = ["Embedder", "EmbedderMissingError", "Vectors", "embedding_text", "normalised"]
 
 Vectors = NDArray[np.float32]
 """[texts, dimension], each row of length 1 (or 0: nothing was in the text)."""
@@ -22,11 +19,6 @@ MAX_EMBEDDED_CHARACTERS = 1000
 """Per chunk: about twice what the default model reads. An edit beyond this needs no new vector."""
 
 
-class EmbedderMissingError(ConfigError):
-    """The model of an embedder is missing; the lexical half of search works without it."""
-
-
-@runtime_checkable
 class Embedder(Protocol):
     """Text to vectors. Both methods block, and may be called by several threads."""
 

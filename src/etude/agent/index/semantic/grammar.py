@@ -16,8 +16,6 @@ from typing import Any
 from etude.errors import ConfigError
 from etude.errors.packages import install_command, package_of
 
-__all__ = ["Language", "language_of", "parser_for"]
-
 
 @dataclass(frozen=True, slots=True)
 class Language:

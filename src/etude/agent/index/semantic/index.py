@@ -9,23 +9,20 @@ from __future__ import annotations
 import asyncio
 import os
 import sqlite3
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-from blake3 import blake3
 from numpy.typing import NDArray
 
-from etude.agent.index.semantic.building import Build, Changes
+from etude.agent.index.semantic.building import Build
 from etude.agent.index.semantic.embedding import Embedder, embedding_text
-from etude.agent.index.semantic.overlay import SYMBOL_WEIGHT, Edits, Overlay, WordStatistics
+from etude.agent.index.semantic.overlay import SYMBOL_WEIGHT, Edits, Overlay
 from etude.agent.index.semantic.store import STORED, SemanticStore
 from etude.agent.index.semantic.words import question_stems
-from etude.agent.tools.ports import CodeHit
+from etude.agent.tools.ports import CodeHit, CodeHits
 from etude.errors import ToolArgumentError
 from etude.kit.tasks import finish_in_thread
-
-__all__ = ["Comparison", "SearchResult", "SemanticIndex", "best", "fuse_scores"]
 
 MAX_FRESH_CHUNKS = 128
 """Chunks of edited files that one search embeds: a second or two. The rest waits for the next search."""
@@ -35,17 +32,6 @@ _UNSEEN_COSINE = 0.5
 """Cosine assumed for a chunk without a vector, scaled by its share of the best BM25 score."""
 _BLOCK_ROWS = 4096
 """Rows turned into float32 at once."""
-
-
-@dataclass(frozen=True, slots=True)
-class SearchResult:
-    """Hits, best first, and whether the search was complete."""
-
-    hits: tuple[CodeHit, ...]
-    complete: bool
-    """False while the index is being built or brought up to date, or while edits wait to be embedded."""
-    semantic: bool
-    """False if there is no embedder: only words were compared."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -120,16 +106,8 @@ class SemanticIndex:
         async with self._one_update:
             await finish_in_thread(self._store.drop, self._tree)
 
-    async def fingerprint(self) -> str:
-        """Digest of the paths and content of all indexed files, without edits."""
-        files = await finish_in_thread(self._store.files, self._tree)
-        hasher = blake3()
-        for path in sorted(files):
-            hasher.update(os.fsencode(path) + b"\0" + files[path].digest)
-        return hasher.hexdigest()
-
-    async def update(self) -> Changes:
-        """Brings the index up to date with its directory and returns the files that differed.
+    async def update(self) -> None:
+        """Brings the index up to date with its directory.
 
         Concurrent searches work and report themselves incomplete. Cancelling waits for the current batch (a
         second or two) and loses nothing. A second update waits for the first. Raises ConfigError if the root
@@ -138,7 +116,7 @@ class SemanticIndex:
         self._updating += 1
         try:
             async with self._one_update:
-                return await Build(self._store, self._tree, self._root, self._embedder).run()
+                await Build(self._store, self._tree, self._root, self._embedder).run()
         finally:
             self._updating -= 1
 
@@ -146,21 +124,23 @@ class SemanticIndex:
         """An empty set of edits over this index."""
         return Overlay(self._search_edited)
 
-    async def search(self, question: str, k: int = 10, path: str = "") -> SearchResult:
-        """The `k` chunks that answer best, of the file `path` or below the directory `path`.
+    async def search(self, question: str, k: int = 10, path: str = "") -> CodeHits:
+        """The `k` chunks that answer best, of the file `path` or below the directory `path`, best first.
+
+        Not `complete` while the index is brought up to date, or edits wait to be embedded.
 
         Raises ToolArgumentError for an empty question or a `k` below 1.
         """
         return await self._search_edited(question, k, path, Edits())
 
-    async def _search_edited(self, question: str, k: int, path: str, edits: Edits) -> SearchResult:
+    async def _search_edited(self, question: str, k: int, path: str, edits: Edits) -> CodeHits:
         if not question.strip():
             raise ToolArgumentError("the question is empty", field="query")
         if k < 1:
             raise ToolArgumentError("at least one result has to be asked for", field="k", received=k)
         idle = self._updating == 0
-        result = await finish_in_thread(self._search, question, k, path.strip("/"), edits)
-        return SearchResult(result.hits, result.complete and idle, result.semantic)
+        found = await finish_in_thread(self._search, question, k, path.strip("/"), edits)
+        return replace(found, complete=found.complete and idle)
 
     async def compare(self, question: str) -> Comparison:
         """The scores that a search ranks by, for measurements and tuning."""
@@ -173,19 +153,18 @@ class SemanticIndex:
         nothing = np.zeros(len(chunks), np.float32)
         return await finish_in_thread(lambda: self._hits(self._current(), chunks, nothing, Edits()))
 
-    def _search(self, question: str, k: int, path: str, edits: Edits) -> SearchResult:
+    def _search(self, question: str, k: int, path: str, edits: Edits) -> CodeHits:
         embedded = self._embedded(question, edits)
         with self._store.reading():  # chunks and their scores must come from one snapshot
             found, view = self._compare(question, path, edits, embedded), self._current()
-            semantic = found.cosines is not None
-            scores = found.words if found.cosines is None else fuse_scores(found.cosines, found.words)
-            scores = np.where(found.allowed, scores, -np.inf).astype(np.float32)
-            order = best(scores, k)
-            order = order[scores[order] > (-np.inf if semantic else 0)]
-            complete = view.scanned
+            complete, scores, least = view.scanned, found.words, 0.0
             if found.cosines is not None:
                 complete = complete and not bool(np.isnan(found.cosines[found.allowed]).any())
-            return SearchResult(self._hits(view, order, scores[order], edits), complete, semantic)
+                scores, least = fuse_scores(found.cosines, found.words), -np.inf
+            scores = np.where(found.allowed, scores, -np.inf).astype(np.float32)
+            order = best(scores, k)
+            order = order[scores[order] > least]
+            return CodeHits(self._hits(view, order, scores[order], edits), complete)
 
     def _compare(self, question: str, path: str, edits: Edits, embedded: _Embedded | None) -> Comparison:
         with self._store.reading() as database:
@@ -219,8 +198,7 @@ class SemanticIndex:
         if not edits.files:
             return scores
         holders = dict(self._store.select(f"SELECT term, doc FROM terms_{self._tree} WHERE term", words))
-        base = WordStatistics(len(view.chunks), view.num_words, holders)
-        return np.concatenate([scores, edits.score(words, base)])
+        return np.concatenate([scores, edits.score(words, len(view.chunks), view.num_words, holders)])
 
     def _embedded(self, question: str, edits: Edits) -> _Embedded | None:
         """The question's vector, and those of edited chunks (NaN beyond `MAX_FRESH_CHUNKS` new ones)."""

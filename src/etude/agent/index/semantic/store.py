@@ -31,8 +31,6 @@ from etude.agent.index.semantic.words import stems
 from etude.errors import ResourceError, StoreError
 from etude.kit.locks import locked
 
-__all__ = ["CutChunk", "FileRow", "FileStat", "SemanticStore", "cut_file", "cut_key"]
-
 STORE_VERSION = 2
 STORED = np.dtype("<f2")
 """Element type of a stored vector."""
@@ -239,17 +237,10 @@ class SemanticStore:
         ).lastrowid
         for cut in chunks:
             chunk = cut.chunk
+            place = (file, chunk.first_line, chunk.last_line)
+            values = (*place, chunk.symbol, chunk.text, cut.vector, cut.num_words)
             number = database.execute(
-                "INSERT INTO chunks VALUES (NULL, ?, ?, ?, ?, ?, ?, ?)",
-                (
-                    file,
-                    chunk.first_line,
-                    chunk.last_line,
-                    chunk.symbol,
-                    chunk.text,
-                    cut.vector,
-                    cut.num_words,
-                ),
+                "INSERT INTO chunks VALUES (NULL, ?, ?, ?, ?, ?, ?, ?)", values
             ).lastrowid
             words = (" ".join(part) for part in (cut.symbol_stems, cut.text_stems, cut.path_stems))
             database.execute(

@@ -24,10 +24,8 @@ STOP_WORDS = frozenset(_STOP.split())
 
 def split_words(text: str) -> list[str]:
     """Lower-case words of `text` in order, identifiers split at underscores, case and digits."""
-    words: list[str] = []
-    for run in _RUN.findall(text):
-        words.extend(part.lower() for part in _PART.findall(run) if len(part) <= _LONGEST)
-    return words
+    parts = (part for run in _RUN.findall(text) for part in _PART.findall(run))
+    return [part.lower() for part in parts if len(part) <= _LONGEST]
 
 
 def stem(word: str) -> str:
