@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import BinaryIO, Literal, TypeVar
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from etude.errors import ResourceError, WeightUpdateError
@@ -32,7 +31,7 @@ from etude.weights.delta.native import NativeKernels
 from etude.weights.delta.variable import Reader, pack_number
 from etude.weights.delta.vectorised import VectorisedKernels
 from etude.weights.delta.words import WordLayout, layout_of
-from etude.weights.manifest import bytes_of, describe_tensor, digest_entries, dtype_name, hash_tensor
+from etude.weights.manifest import bytes_of, describe_tensor, digest_entries, hash_tensor, make_tensor
 
 KernelChoice = Literal["auto", "native", "numpy"]
 """`auto`: native code if a C compiler is found, else numpy. Both write the same bytes."""
@@ -150,7 +149,7 @@ def apply_update(
     def decode(item: tuple[TensorEntry, memoryview]) -> Tensor:
         entry, frame = item
         before = held.get(entry.name)
-        target = _make_tensor(entry, spare.get(entry.name))
+        target = make_tensor(entry, spare.get(entry.name))
         try:
             _decode_tensor(frame, before, target, chosen)
         except ValueError as error:
@@ -192,21 +191,6 @@ def _parts(base: Tensor | None, target: Tensor, layout: WordLayout) -> Iterator[
     for start in range(0, len(after), CHUNK_WORDS):
         part = slice(start, start + CHUNK_WORDS)
         yield None if before is None else before[part], after[part]
-
-
-def _make_tensor(entry: TensorEntry, spare: Tensor | None) -> Tensor:
-    """`spare` if it fits, else a new tensor."""
-    dtype = getattr(torch, entry.dtype, None)
-    if not isinstance(dtype, torch.dtype):
-        raise WeightUpdateError("unknown type of numbers", field=entry.name, received=entry.dtype)
-    if (
-        spare is not None
-        and (dtype_name(spare.dtype), tuple(spare.shape)) == (entry.dtype, entry.shape)
-        and spare.is_contiguous()
-        and spare.device.type == "cpu"
-    ):
-        return spare
-    return torch.empty(entry.shape, dtype=dtype)
 
 
 def _mismatch(
