@@ -21,7 +21,7 @@ from typing import Protocol, TypeVar
 from torch import Tensor, nn
 
 from etude.training.checkpoints.shards import ModelShards
-from etude.training.parallel.layout import Layout, WholeLayout
+from etude.training.parallel.layout import Layout
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
@@ -114,7 +114,7 @@ class SingleRank:
         return tensor
 
     def layout(self, model: nn.Module) -> Layout:
-        return WholeLayout(model)
+        return Layout(model)
 
     def reduce_gradients(self, model: nn.Module) -> None:
         """See Ranks."""
