@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from etude.errors import ConfigError, RankError
+from etude.errors import ConfigError
 from etude.model import LanguageModel
 from etude.model.huggingface.part_reader import PartReader
-from etude.training.checkpoints.shards import ModelShards, run_on_all_ranks
+from etude.training.checkpoints.shards import ModelShards, gather_objects, run_on_all_ranks
 from etude.training.parallel.collectives import sum_in_order
 from etude.training.parallel.layout import Layout
 from etude.training.parallel.mesh import Mesh
@@ -35,20 +35,11 @@ class RankPeers:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
-        self.rank, self.size = group.rank(), group.size()
+        self.rank = group.rank()
 
     def exchange(self, value: Any) -> list[Any]:
         """See Peers. Raises RankError if a rank is lost."""
-        gathered: list[Any] = [None] * self.size
-        try:
-            dist.all_gather_object(gathered, value, group=self._group)
-        except (RuntimeError, ConnectionError) as error:
-            raise RankError(
-                f"a rank has ended while weights were published: {error}",
-                field="parallel",
-                fix="see its messages above, then continue from the last checkpoint with --resume",
-            ) from error
-        return gathered
+        return gather_objects(value, self._group)
 
 
 ModelT = TypeVar("ModelT", bound=nn.Module)

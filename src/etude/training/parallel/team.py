@@ -37,6 +37,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from etude.config.parallel import ParallelConfig
 from etude.errors import ConfigError, EtudeError, RankError
+from etude.training.checkpoints.shards import lost_rank
 from etude.training.parallel.mesh import Mesh
 
 T = TypeVar("T")
@@ -347,12 +348,7 @@ def _group_errors(processes: Sequence[BaseProcess]) -> Iterator[None]:
     except (RuntimeError, ConnectionError) as error:
         if isinstance(error, EtudeError) or not _is_network(error):
             raise
-        dead = _dead(processes, within_s=_DEATH_S)
-        raise RankError(
-            f"a rank has ended or is too late: {dead or error}",
-            field="parallel",
-            fix="see its messages above, then continue from the last checkpoint with --resume",
-        ) from error
+        raise lost_rank(_dead(processes, within_s=_DEATH_S) or error) from error
 
 
 def _is_network(error: Exception) -> bool:
