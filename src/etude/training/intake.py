@@ -75,14 +75,6 @@ class ModelLimits:
         return ModelLimits(model.vocab_size, model.max_positions, routes, model.num_experts)
 
 
-@dataclass(frozen=True, slots=True)
-class Intake:
-    """The training groups of one step, and counts of what was skipped."""
-
-    groups: tuple[TrainingGroup, ...]
-    skipped: Counter[Skipped]
-
-
 def prepare_groups(
     groups: Sequence[Group],
     config: RlConfig,
@@ -90,16 +82,15 @@ def prepare_groups(
     version: PolicyVersion,
     fetch_routes: RouteFetcher,
     published: Mapping[int, str] | None = None,
-) -> Intake:
-    """Checks and converts the groups of one step of a trainer at `version`. `published`: digests by step of
-    the earlier versions of this lineage. A version of such a step with another digest was lost when the run
-    was killed: its lag is unknown.
+) -> tuple[list[TrainingGroup], Counter[Skipped]]:
+    """Checks and converts the groups of one step of a trainer at `version`; also counts what was skipped.
+    `published`: digests by step of the earlier versions of this lineage. A version of such a step with
+    another digest was lost when the run was killed: its lag is unknown.
 
     Raises ConfigError for groups that cannot be trained on, RouteReplayError for a segment that occurs twice.
     """
     reader = _Reader(config, limits, version, fetch_routes, published or {})
-    prepared = tuple(group for group in map(reader.read, groups) if group is not None)
-    return Intake(prepared, reader.skipped)
+    return [read for group in groups if (read := reader.read(group)) is not None], reader.skipped
 
 
 class _Reader:
