@@ -110,13 +110,10 @@ class Feedback:
 
     def __init__(self, find_hints: FindHints, renderer: Renderer, config: FeedbackConfig) -> None:
         self._find_hints, self._renderer, self._config = find_hints, renderer, config
+        self.weight = config.weight
+        """Factor on the mean divergence per token."""
         template = renderer.template
         self._opening = renderer.encode((*template.after_end, *template.prompt), template.end)
-
-    @property
-    def weight(self) -> float:
-        """Factor on the mean divergence per token."""
-        return self._config.weight
 
     def examples(
         self, groups: Sequence[Group], max_positions: int

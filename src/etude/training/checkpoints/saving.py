@@ -111,17 +111,13 @@ def _save_shards(
             commit(directory, retire)
 
     try:
-        run_on_all_ranks(group, prepare if is_first else _do_nothing)
+        run_on_all_ranks(group, prepare if is_first else lambda: None)
         digests = write_shards(partial, shards, group)
-        run_on_all_ranks(group, (lambda: finish(digests)) if is_first else _do_nothing)
+        run_on_all_ranks(group, lambda: finish(digests) if is_first else None)
     except BaseException:
         if is_first:
             shutil.rmtree(partial, ignore_errors=True)
         raise
-
-
-def _do_nothing() -> None:
-    """The action of the other ranks while the first one works."""
 
 
 def _write_rest(partial: Path, state: Mapping[str, Any] | None, write_more: _WriteMore | None) -> None:

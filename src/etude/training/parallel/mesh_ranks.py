@@ -86,19 +86,17 @@ class MeshRanks:
         sum_gradients(model, self._mesh)
 
     @torch.no_grad()
-    def whole_model(self, model: ModelT, *, everywhere: bool = False) -> ModelT:
-        """See Ranks. The copy is in host memory, and only on the first rank, unless `everywhere`; on other
-        ranks it has no storage."""
+    def whole_model(self, model: ModelT) -> ModelT:
+        """See Ranks. The copy is in host memory."""
         assert isinstance(model, LanguageModel)
         release(model)
         places = Places(model, self._mesh)
         with torch.device("meta"):
             whole = LanguageModel(model.config, model.vocab_size)
         weights: dict[str, Tensor] = {n: b.to("cpu", copy=True) for n, b in model.named_buffers()}
-        parts = dict(model.named_parameters())
-        for name, parameter in parts.items():
+        for name, parameter in model.named_parameters():
             gathered = places.whole(name, local_part(parameter.data))
-            if everywhere or self.is_main:
+            if self.is_main:
                 kept = gathered.to("cpu", copy=True)
                 weights[name] = nn.Parameter(kept, requires_grad=parameter.requires_grad)
         for name, tensor in weights.items():

@@ -44,11 +44,6 @@ class Ranks(Protocol):
     """
 
     @property
-    def rank(self) -> int:
-        """Rank among those that train on different data."""
-        ...
-
-    @property
     def world_size(self) -> int:
         """Number of ranks that train on different data."""
         ...
@@ -103,7 +98,6 @@ class Ranks(Protocol):
 class SingleRank:
     """Training by one process, without sharding. Implements Ranks."""
 
-    rank = 0
     world_size = 1
     is_main = True
 

@@ -90,7 +90,10 @@ def open_corpus(files: SourceFiles, tokenizer: Tokenizer, end_token: int | None,
     key = (_FORMAT, files.identity, files.format, files.column, tokenizer.digest, end_token)
     directory = cache / f"{files.name}-{blake3(repr(key).encode()).hexdigest(length=12)}"
     if not directory.exists():
-        _write(files, tokenizer, end_token, directory)
+        cache.mkdir(parents=True, exist_ok=True)
+        sweep(cache, DRAFTS)
+        with whole_directory(directory, keep=directory.exists) as draft:  # another process may be quicker
+            write_json(draft / "corpus.json", _write_arrays(files, tokenizer, end_token, draft))
     return _open(files.name, directory)
 
 
@@ -110,15 +113,6 @@ def _open(name: str, directory: Path) -> Corpus:
             fix="remove the directory: it will be created again",
         ) from error
     return Corpus(name, tokens, ends, hashes, about["digest"], about["skipped"], about["is_text"])
-
-
-def _write(files: SourceFiles, tokenizer: Tokenizer, end_token: int | None, directory: Path) -> None:
-    cache = directory.parent
-    cache.mkdir(parents=True, exist_ok=True)
-    sweep(cache, DRAFTS)
-    with whole_directory(directory, keep=directory.exists) as draft:  # another process may be quicker
-        about = _write_arrays(files, tokenizer, end_token, draft)
-        write_json(draft / "corpus.json", about)
 
 
 def _write_arrays(
