@@ -69,7 +69,7 @@ def upload(
     """Writes the update files of `target`, which are invisible before the commit. `base`: the last committed
     version, if any. `process`: rank among the publishing processes. Raises StoreError."""
     uploaded: dict[str, list[StoredFile]] = {"delta": [], "full": []}
-    bases = {} if base is None else {"delta": base}
+    bases: dict[str, Mapping[str, Tensor] | None] = {} if base is None else {"delta": base}
     if base is None or publication.with_snapshot:
         bases["full"] = None
     for kind, own_base in bases.items():
