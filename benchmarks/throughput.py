@@ -220,7 +220,7 @@ def _updates(groups: Sequence[Group], config: RunConfig) -> tuple[list[list[dict
     rl = config.rl.model_copy(update={"router_replay": "off"})
     limits = ModelLimits(config.tokenizer.vocab_size, config.model.max_positions)
     version = PolicyVersion(config.name, 0)
-    intake = prepare_groups(groups, rl, limits, version, lambda ref: np.zeros(0))
+    prepared, _ = prepare_groups(groups, rl, limits, version, lambda ref: np.zeros(0))
     updates = [
         [
             {
@@ -232,7 +232,7 @@ def _updates(groups: Sequence[Group], config: RunConfig) -> tuple[list[list[dict
             for s in update
             if s.has_advantage
         ]
-        for update in split_updates(intake.groups, rl.loss, rl.updates_per_step)
+        for update in split_updates(prepared, rl.loss, rl.updates_per_step)
     ]
     updates = [update for update in updates if update]
     return updates, sum(len(sequence["tokens"]) for update in updates for sequence in update)

@@ -15,7 +15,7 @@ from etude.model import LanguageModel, build_model
 from etude.model.loading import load_any_model
 from etude.model.lora import Factors
 from etude.observe.metrics import read_metrics
-from etude.training.checkpoints import load_state
+from etude.training.checkpoints.saving import load_state
 from tests.controller.running import run_here, tiny_config
 from tests.controller.test_vllm_run import checkpoint
 from tests.inference.builders import needs_compiler

@@ -23,7 +23,8 @@ from etude.errors import CheckpointError, ConfigError, RankError
 from etude.model import LanguageModel
 from etude.model.huggingface import outline_model, read_fields, save_model
 from etude.records import Group, SamplingParams
-from etude.training import RlTrainer, has_checkpoint
+from etude.training import RlTrainer
+from etude.training.checkpoints.saving import has_checkpoint
 from etude.weights import MemoryWeights
 from tests.model.builders import small_model
 from tests.training.builders import Rollouts, as_group, rl_config

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from etude.algorithms.signal import Signal
 from etude.records import Group, RewardBreakdown
-from etude.rollout import GroupBuffer
+from etude.rollout.buffer import GroupBuffer
 from tests.store.builders import make_trajectory
 
 

@@ -19,8 +19,8 @@ from etude.records import Group, PolicyVersion, Status, Trajectory, WeightManife
 from etude.rollout import Collected, ContinuousCollector
 from etude.rollout.buffer import StepGroups
 from etude.rollout.collector_metrics import CollectorMetrics
+from etude.rollout.continuous import read_stored_groups
 from etude.rollout.curriculum import CollectorState
-from etude.rollout.stored_groups import read_stored_groups
 from etude.store.trajectories import TrajectoryLog
 from tests.environment.playing import renderer
 from tests.store.builders import make_trajectory

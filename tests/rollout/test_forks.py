@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from etude.config import RlConfig, StreamConfig
 from etude.protocols import Sampler
 from etude.rollout import Collected, GroupCollector
+from etude.rollout.continuous import read_stored_groups
 from etude.rollout.forks import is_forked
-from etude.rollout.stored_groups import read_stored_groups
 from etude.store.trajectories import TrajectoryLog
 from etude.training.stream import RecordedStream
 from tests.environment.playing import FAILS, FINISH, READ, SOLVES, Turn, new_environment, script_of
@@ -91,7 +91,7 @@ def test_stored_forks_come_back_with_their_task_s_group_and_are_trained_as_in_th
     stored = [group for part in log.part_names() for group in log.read_part(part)]
     assert [(g.id, g.kind, g.origin) for g in stored] == [(g.id, g.kind, g.origin) for g in collected.trained]
     kept = read_stored_groups(log, new_collector().state, 0)
-    ids = {number: (one.task.id, one.fork and one.fork.id) for number, one in kept.items()}
+    ids = {number: (task.id, fork and fork.id) for number, (task, fork) in kept.items()}
     assert ids == {0: ("run/g0", "run/g0+fork"), 1: ("run/g1", "run/g1+fork")}
     stream = RecordedStream(log, RlConfig(stream=StreamConfig(repeat_prompts=True)))
     assert [group.id for group in stream.next_groups(4)] == [group.id for group in collected.trained]

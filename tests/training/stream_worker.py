@@ -11,7 +11,8 @@ import torch
 
 from etude.store.blobs import FileBlobs
 from etude.store.trajectories import TrajectoryLog
-from etude.training import RlTrainer, has_checkpoint, load_checkpoint
+from etude.training import RlTrainer, load_checkpoint
+from etude.training.checkpoints.saving import has_checkpoint
 from etude.training.stream import RecordedStream
 from etude.weights import MemoryWeights
 from tests.model.builders import small_model

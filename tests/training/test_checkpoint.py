@@ -12,10 +12,10 @@ from etude.errors import CheckpointError
 from etude.model import LanguageModel
 from etude.training import (
     RlTrainer,
-    has_checkpoint,
     load_checkpoint,
     save_checkpoint,
 )
+from etude.training.checkpoints.saving import has_checkpoint
 from tests.model.builders import small_model
 from tests.training.builders import (
     Rollouts,

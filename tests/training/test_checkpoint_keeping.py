@@ -22,15 +22,14 @@ from etude.model import LanguageModel
 from etude.observe import MemorySink, SilentObserver
 from etude.training.checkpoints import (
     CheckpointKeeper,
-    Flaw,
     find_flaws,
     find_resumable,
     load_checkpoint,
-    load_state,
     save_checkpoint,
 )
-from etude.training.checkpoints.files import DIGESTS
+from etude.training.checkpoints.files import DIGESTS, Flaw
 from etude.training.checkpoints.history import History
+from etude.training.checkpoints.saving import load_state
 from tests.model.builders import small_model
 
 SIZE = 1 << 20

@@ -28,13 +28,14 @@ from etude.tokens import ETUDE_TEMPLATE, Renderer, train_tokenizer
 from etude.tokens.grammar import XmlGrammar
 from etude.training import RlTrainer
 from etude.training.feedback import (
+    HINTED_ERRORS,
     Feedback,
     FeedbackExample,
-    Hint,
-    ToolErrorHints,
+    FindHints,
     Unhinted,
     feedback_divergence,
     open_feedback,
+    tool_error_hints,
 )
 from etude.weights import MemoryWeights
 from tests.model.builders import small_config
@@ -59,14 +60,9 @@ def _model(seed: int = 0) -> LanguageModel:
     return model
 
 
-class Told:
-    """A HintSource that says the given words about given turns."""
-
-    def __init__(self, *hints: Hint) -> None:
-        self._hints = list(hints)
-
-    def hints(self, trajectory: Trajectory) -> list[Hint]:
-        return self._hints if trajectory.turns else []
+def saying(*hints: str) -> FindHints:
+    """Says the given words about the first turns."""
+    return lambda trajectory: dict(enumerate(hints)) if trajectory.turns else {}
 
 
 def _session(rollouts: Rollouts, reward: float = 0.0, words: str = "mend it", **turn: Any) -> Trajectory:
@@ -102,7 +98,7 @@ def _session(rollouts: Rollouts, reward: float = 0.0, words: str = "mend it", **
 
 def _example(text: str = "There is no such tool.") -> tuple[FeedbackExample, Trajectory]:
     session = _session(Rollouts(_model()))
-    feedback = Feedback(Told(Hint(0, text)), RENDERER, CONFIG)
+    feedback = Feedback(saying(text), RENDERER, CONFIG)
     ((example,),), _ = feedback.examples([as_group([session])], 256)
     return example, session
 
@@ -182,7 +178,7 @@ def _trainer(rollouts: Rollouts, feedback: Feedback | None, **changes: Any) -> R
 
 
 def _told(text: str = "There is no such tool.") -> Feedback:
-    return Feedback(Told(Hint(0, text)), RENDERER, CONFIG)
+    return Feedback(saying(text), RENDERER, CONFIG)
 
 
 def test_training_pulls_the_policy_without_the_hint_to_the_one_with_it() -> None:
@@ -265,7 +261,7 @@ def test_what_cannot_be_taught_is_counted_by_reason() -> None:
     given = replace(segment, sampled=np.zeros(len(segment.tokens), dtype=np.bool_))
     assert _unhinted(replace(session, segments=(given,))) == {Unhinted.UNSAMPLED: 1}
     rollouts = Rollouts(_model())
-    lengthy = Feedback(Told(Hint(0, "word " * 300)), RENDERER, CONFIG)
+    lengthy = Feedback(saying("word " * 300), RENDERER, CONFIG)
     metrics = _trainer(rollouts, lengthy).step([as_group([_session(rollouts), _session(rollouts)])])
     assert metrics["unhinted_too_long"] == 2
 
@@ -276,32 +272,32 @@ def test_infrastructure_failures_teach_nothing() -> None:
     assert examples == [[]] and not counts
 
 
-def _hints(calls: Sequence[ToolCall], results: Sequence[ToolResult]) -> list[Hint]:
+def _hints(calls: Sequence[ToolCall], results: Sequence[ToolResult]) -> list[str]:
     session = _session(Rollouts(_model()), calls=tuple(calls), results=tuple(results))
-    return ToolErrorHints().hints(session)
+    return list(tool_error_hints(session).values())
 
 
 def test_hints_come_from_malformed_calls_and_errors_of_the_agents_making() -> None:
     good, bad = ToolCall("read", {"path": "a"}), ToolCall("", error="no closing tag")
-    failing = [ToolResult("no file\n  a", error) for error in ToolErrorHints.KINDS]
+    failing = [ToolResult("no file\n  a", error) for error in HINTED_ERRORS]
     assert _hints([good], [ToolResult("text")]) == []
     for error in (ToolErrorClass.PROVIDER, ToolErrorClass.USER_ABORTED):
         assert _hints([good], [ToolResult("down", error)]) == []
     (hint,) = _hints([bad], [ToolResult("malformed", ToolErrorClass.MALFORMED)])
-    assert hint == Hint(0, "A call would be malformed: no closing tag")
+    assert hint == "A call would be malformed: no closing tag"
     for result in failing:
         (hint,) = _hints([good], [result])
-        assert hint.text == f"read would fail ({result.error}): no file a"
+        assert hint == f"read would fail ({result.error}): no file a"
     (hint,) = _hints([bad, good, good], [ToolResult("x", ToolErrorClass.MALFORMED), failing[0], failing[0]])
-    assert len(hint.text.split("\n")) == 2, "each fault once"
+    assert len(hint.split("\n")) == 2, "each fault once"
     (hint,) = _hints([good], [ToolResult("y" * 1000, ToolErrorClass.TIMEOUT)])
-    assert len(hint.text) < 300
+    assert len(hint) < 300
     assert _hints([good, good], [ToolResult("text")]) == [], "a call that was never answered is no fault"
 
 
 def test_no_more_hints_are_taught_than_the_configuration_allows() -> None:
     session = _session(Rollouts(_model()))
-    hints = Told(Hint(0, "first"), Hint(1, "second"))
+    hints = saying("first", "second")
     for most in (1, 2):
         config = FeedbackConfig(weight=1.0, max_hints_per_trajectory=most)
         ((*examples,),), _ = Feedback(hints, RENDERER, config).examples([as_group([session])], 256)

@@ -49,8 +49,8 @@ def forked_and_siblings(rollouts: Rollouts) -> tuple[Group, Group]:
 def step_gradient(model: LanguageModel, config: RlConfig, groups: tuple[Group, ...], rollouts: Rollouts):
     """The gradient of a step's loss, by the trainer's own parts."""
     version = PolicyVersion("run", 0)
-    intake = prepare_groups(groups, config, ModelLimits.of(model), version, rollouts.blobs.get)
-    (update,) = split_updates(intake.groups, config.loss, 1)
+    prepared, _ = prepare_groups(groups, config, ModelLimits.of(model), version, rollouts.blobs.get)
+    (update,) = split_updates(prepared, config.loss, 1)
     batch = PackedSequences.pack([one.tokens for one in update], torch.device("cpu"))
     rows, targets = Rows.of(update, batch)
     logprobs, _ = packed_logprobs(model, batch, targets)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -11,8 +12,8 @@ import pytest
 
 from etude.errors import ConfigError
 from etude.records import Group, PolicyVersion, RewardBreakdown, Status, ToolCall, Turn, VersionSpan
-from etude.training.batches import UNKNOWN_LAG
-from etude.training.intake import Intake, ModelLimits, Skipped, prepare_groups
+from etude.training.batches import UNKNOWN_LAG, TrainingGroup
+from etude.training.intake import ModelLimits, Skipped, prepare_groups
 from tests.model.builders import VOCAB, random_tokens, small_model
 from tests.training.builders import Rollouts, as_group, rl_config, trainer_of
 from tests.training.test_rl import assert_equal_gradients, assert_same_weights, gradients_of_step
@@ -20,7 +21,9 @@ from tests.training.test_rl import assert_equal_gradients, assert_same_weights, 
 LENGTH = 20
 
 
-def _intake(rollouts: Rollouts, groups: list[Group], version: int = 0, **changes: Any) -> Intake:
+def _intake(
+    rollouts: Rollouts, groups: list[Group], version: int = 0, **changes: Any
+) -> tuple[list[TrainingGroup], Counter[Skipped]]:
     limits = ModelLimits.of(small_model(0))
     config = rl_config(**changes)
     return prepare_groups(groups, config, limits, PolicyVersion("run", version), rollouts.blobs.get)
@@ -36,8 +39,8 @@ def test_a_reward_that_is_no_number_leaves_everything_else_as_it_was(bad: float,
     trainer = trainer_of(rl_config(), rollouts)
     ours = gradients_of_step(trainer, [damaged])
     assert_equal_gradients(ours, gradients_of_step(trainer_of(rl_config(), rollouts), [as_group(members)]))
-    intake = _intake(rollouts, [damaged])
-    assert intake.skipped == {Skipped.REWARD: 1}
+    _, skipped = _intake(rollouts, [damaged])
+    assert skipped == {Skipped.REWARD: 1}
 
 
 def test_every_reason_is_counted_and_reported() -> None:
@@ -69,7 +72,7 @@ def test_every_reason_is_counted_and_reported() -> None:
 def test_what_is_skipped_for_its_tokens_stays_in_the_baseline() -> None:
     rollouts = Rollouts(small_model(0, max_positions=256))
     group = as_group([rollouts.member(1.0), rollouts.member(0.0, 129), rollouts.member(0.0)])
-    (taken,) = _intake(rollouts, [group]).groups
+    ((taken,), _) = _intake(rollouts, [group])
     assert [len(chain) for chain in taken.chains] == [1, 0, 1]
     assert taken.chains[0][0].advantages == pytest.approx(2 / 3)
 
@@ -80,9 +83,9 @@ def test_logprobs_count_as_missing_where_they_are_no_logarithms(value: float) ->
     logprobs = np.full(LENGTH, -1.0, dtype=np.float32)
     logprobs[-1] = value
     group = as_group([rollouts.member(1.0), rollouts.member(0.0, logprobs=logprobs)])
-    assert _intake(rollouts, [group]).skipped == {Skipped.LOGPROBS: 1}
+    assert _intake(rollouts, [group])[1] == {Skipped.LOGPROBS: 1}
     logprobs[-1], logprobs[0] = -1.0, math.nan
-    assert not _intake(rollouts, [group]).skipped, "where nothing was sampled there is nothing to miss"
+    assert not _intake(rollouts, [group])[1], "where nothing was sampled there is nothing to miss"
 
 
 @pytest.mark.parametrize("token", [-1, VOCAB, 2**30])
@@ -104,7 +107,7 @@ def test_a_chain_counts_once_in_the_baseline_and_its_segments_share_its_advantag
     rollouts = Rollouts(small_model(0))
     first, second, third = (rollouts.member(reward) for reward in (1.0, 0.0, 0.0))
     chain = replace(first, segments=(*first.segments, rollouts.segment(18), rollouts.segment(15)))
-    (taken,) = _intake(rollouts, [as_group([chain, second, third])]).groups
+    ((taken,), _) = _intake(rollouts, [as_group([chain, second, third])])
     assert [[float(s.advantages[-1]) for s in segments] for segments in taken.chains] == [
         pytest.approx([2 / 3] * 3),
         pytest.approx([-1 / 3]),
@@ -117,14 +120,14 @@ def test_of_a_group_that_failed_only_malformed_calls_are_trained_on_and_only_the
     odd, fine = rollouts.member(0.0), rollouts.member(0.0)
     call = ToolCall("x", error="odd")
     odd = replace(odd, turns=(Turn(odd.segments[0].id, 5, 10, "", (call,), (), ((7, 12),)),))
-    intake = _intake(rollouts, [as_group([fine, odd])])
-    ((chain,),) = (group.chains for group in intake.groups)
+    taken, skipped = _intake(rollouts, [as_group([fine, odd])])
+    ((chain,),) = (group.chains for group in taken)
     assert np.flatnonzero(chain[0].sampled).tolist() == [7, 8, 9], "10 and 11 are the tool's"
     assert chain[0].advantages[chain[0].sampled] == pytest.approx(-0.05)
-    mixed = _intake(rollouts, [as_group([rollouts.member(1.0), odd])]).groups[0]
+    mixed = _intake(rollouts, [as_group([rollouts.member(1.0), odd])])[0][0]
     (seen,) = mixed.chains[1]
     assert seen.advantages[[6, 7, 12]] == pytest.approx([-0.5, -0.55, -0.5])
-    assert not intake.skipped
+    assert not skipped
 
 
 def test_lags_count_trainer_steps_within_the_lineage() -> None:
@@ -136,6 +139,6 @@ def test_lags_count_trainer_steps_within_the_lineage() -> None:
         VersionSpan(17, LENGTH, PolicyVersion("run", 9)),
     )
     group = as_group([rollouts.member(1.0, version_spans=spans), rollouts.member(0.0)])
-    lags = _intake(rollouts, [group], version=5).groups[0].chains[0][0].lags
+    lags = _intake(rollouts, [group], version=5)[0][0].chains[0][0].lags
     assert lags is not None
     assert lags.tolist() == [3] * 8 + [0] * 6 + [UNKNOWN_LAG] * 6

@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from etude.config import OptimizerConfig
 from etude.errors import CheckpointError
 from etude.model import LanguageModel
-from etude.training.optimizer import Muon, OffendingBatches, Optimizer, orthogonalise
+from etude.training.optimizer import OffendingBatches, Optimizer
+from etude.training.optimizer.muon import Muon, orthogonalise
+from etude.training.optimizer.optimizer import schedule_factor
 from etude.training.optimizer.rounding import Rounding
-from etude.training.optimizer.schedules import schedule_factor
-from etude.training.parallel.layout import WholeLayout
+from etude.training.parallel.layout import Layout
 from tests.model.builders import small_model
 
 
@@ -53,16 +54,16 @@ def test_muon_is_nesterov_momentum_orthogonalised_matrix_by_matrix() -> None:
     parameters = [nn.Parameter(_matrices(*shape)) for shape in shapes]
     plain = [parameter.detach().clone() for parameter in parameters]
     buffers = [torch.zeros_like(matrix) for matrix in plain]
-    layout = WholeLayout(nn.ParameterList(parameters))
-    muon = Muon(layout, list(layout.parts), momentum=0.9)
+    layout = Layout(nn.ParameterList(parameters))
+    muon = Muon(layout, list(layout.parts))
     for step in range(3):
         gradients = [_matrices(*shape) * (step + 1) + index for index, shape in enumerate(shapes)]
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient.clone()
         muon.step(layout.gradients(), 0.1, Rounding(step, layout.part_index))
         for matrix, buffer, gradient in zip(plain, buffers, gradients, strict=True):
-            buffer.mul_(0.9).add_(gradient, alpha=0.1)
-            update = 0.1 * gradient + 0.9 * buffer
+            buffer.mul_(0.95).add_(gradient, alpha=0.05)
+            update = 0.05 * gradient + 0.95 * buffer
             scale = max(1.0, matrix.shape[-2] / matrix.shape[-1]) ** 0.5
             for part, direction in zip(
                 matrix.view(-1, *matrix.shape[-2:]), update.view(-1, *update.shape[-2:]), strict=True

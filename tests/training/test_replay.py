@@ -15,7 +15,6 @@ from etude.model import LanguageModel
 from etude.model.scoring import PackedSequences, packed_logprobs
 from etude.records import Group
 from etude.training import RlTrainer
-from etude.training.replay import RouteLedger
 from etude.weights import MemoryWeights
 from tests.model.builders import VOCAB, small_model
 from tests.model.transformers_builders import tiny_model
@@ -144,17 +143,6 @@ def test_a_segment_that_comes_twice_is_refused_before_anything_changes() -> None
         trainer.step([group, group])
     assert trainer.version.step == 0
     assert_same_weights(trainer.model, small_model(0))
-
-
-def test_the_ledger_wants_every_record_exactly_once() -> None:
-    ledger = RouteLedger(["a", "b"])
-    ledger.consume("a")
-    with pytest.raises(RouteReplayError, match="consumed already"):
-        ledger.consume("a")
-    with pytest.raises(RouteReplayError, match="1 segments"):
-        ledger.close()
-    ledger.consume("b")
-    ledger.close()
 
 
 @pytest.mark.parametrize(

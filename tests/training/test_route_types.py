@@ -38,8 +38,8 @@ def sequences(
         routes=rollouts.blobs.put(routes),
     )
     limits = ModelLimits.of(model)
-    intake = prepare_groups([as_group([member])], config, limits, VERSION, rollouts.blobs.get)
-    return list(intake.groups[0].chains[0])
+    prepared, _ = prepare_groups([as_group([member])], config, limits, VERSION, rollouts.blobs.get)
+    return list(prepared[0].chains[0])
 
 
 def test_experts_beyond_255_are_sampled_recorded_and_replayed() -> None:

@@ -92,7 +92,7 @@ def test_clocks_of_other_machines_do_not_matter(clock: float, tmp_path: Path) ->
         assert min(store.commits()) == 2, "the pinned chain stays"
         assert_is(9, subscriber.fetch(manifest))
     skew()
-    with StoreWriter(store, FAST) as writer:
+    with contextlib.closing(StoreWriter(store, FAST)) as writer:
         assert writer.next_sequence == 11
 
 

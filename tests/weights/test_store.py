@@ -6,6 +6,7 @@ import errno
 import json
 import threading
 import time
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -43,7 +44,7 @@ def _write(writer: StoreWriter, step: int, base: int | None = None) -> Commit:
     publication = writer.begin()
     try:
         held = None if base is None else tensors_at(base)
-        files = upload(writer.folder, publication, FAST, tensors_at(step), held)
+        files = upload(writer._store.folder, publication, FAST, tensors_at(step), held)
         commit = writer.commit(publication, named, based, [files])
     except StoreError:
         writer.discard(publication)
@@ -109,7 +110,7 @@ def test_a_place_that_is_no_directory_is_refused(tmp_path: Path) -> None:
 
 def test_every_fourth_version_comes_with_a_snapshot(tmp_path: Path) -> None:
     store = WeightStore.open(str(tmp_path))
-    with StoreWriter(store, FAST) as writer:
+    with closing(StoreWriter(store, FAST)) as writer:
         _write_chain(writer, 6)
     commits = store.commits()
     assert sorted(commits) == [1, 2, 3, 4, 5, 6]
@@ -120,7 +121,7 @@ def test_every_fourth_version_comes_with_a_snapshot(tmp_path: Path) -> None:
 
 def test_old_chains_are_collected_behind_the_second_last_snapshot(tmp_path: Path) -> None:
     store = WeightStore.open(str(tmp_path))
-    with StoreWriter(store, FAST) as writer:
+    with closing(StoreWriter(store, FAST)) as writer:
         _write_chain(writer, 11)
     assert min(store.commits()) == 5
     files = set(store.folder.list("files"))
@@ -129,7 +130,7 @@ def test_old_chains_are_collected_behind_the_second_last_snapshot(tmp_path: Path
 
 def test_what_the_slowest_reader_pins_stays_until_its_pin_is_old(tmp_path: Path) -> None:
     store = WeightStore.open(str(tmp_path))
-    with StoreWriter(store, FAST) as writer:
+    with closing(StoreWriter(store, FAST)) as writer:
         _write_chain(writer, 8)
         store.pin("reader", 3, keep_s=600)
         store.pin("faster", 7, keep_s=600)
@@ -146,7 +147,7 @@ def test_what_the_slowest_reader_pins_stays_until_its_pin_is_old(tmp_path: Path)
 @pytest.mark.parametrize("refused", ["full-0000-00000", "full-0000-00001", "commits"])
 def test_a_full_disk_leaves_no_part_of_a_version(refused: str, tmp_path: Path) -> None:
     store, folder = failing_store(tmp_path)
-    with StoreWriter(store, FAST) as writer:
+    with closing(StoreWriter(store, FAST)) as writer:
         folder.refuse_writes = {refused}
         with pytest.raises(StoreError):
             _write(writer, 0)
@@ -186,11 +187,11 @@ def test_what_a_file_system_says_is_said_with_its_cure(error: OSError, said: str
 
 def test_files_of_a_killed_writer_are_removed_by_the_next(tmp_path: Path) -> None:
     store = WeightStore.open(str(tmp_path))
-    with StoreWriter(store, FAST) as writer:
+    with closing(StoreWriter(store, FAST)) as writer:
         _write_chain(writer, 2)
     store.folder.write("files/000000000003-dead/full-00000.etude", b"half")
     (tmp_path / "files/000000000003-dead/.full-00001.etude.7.7.tmp").write_bytes(b"in the middle of a file")
-    with StoreWriter(store, FAST) as writer:
+    with closing(StoreWriter(store, FAST)) as writer:
         assert not (tmp_path / "files/000000000003-dead").exists()
         assert len(store.folder.list("files")) == len(
             [f for f in (tmp_path / "files").rglob("*") if f.is_file()]
@@ -223,7 +224,7 @@ def test_a_directory_that_another_found_empty_is_made_again(tmp_path: Path) -> N
 def test_a_second_writer_is_refused_while_the_first_lives(tmp_path: Path) -> None:
     store = WeightStore.open(str(tmp_path))
     seen = WeightStore(BeatingFolder(DirectoryFolder(tmp_path)))
-    with StoreWriter(store, FAST), pytest.raises(StoreError, match="another writer") as caught:
+    with closing(StoreWriter(store, FAST)), pytest.raises(StoreError, match="another writer") as caught:
         StoreWriter(seen, FAST)
     assert caught.value.fix
     StoreWriter(store, FAST).close()
@@ -235,7 +236,7 @@ def test_a_dead_writers_place_is_taken_and_it_is_shut_out(tmp_path: Path) -> Non
     first = StoreWriter(stuck, FAST)
     folder.refuse_writes = {"writers"}
     assert eventually(lambda: folder.num_refused > 0), "no beat is on its way any more"
-    with StoreWriter(store, FAST) as second:
+    with closing(StoreWriter(store, FAST)) as second:
         _write(second, 0)
         with pytest.raises(StoreError):
             _write(first, 1)
@@ -246,7 +247,7 @@ def test_a_dead_writers_place_is_taken_and_it_is_shut_out(tmp_path: Path) -> Non
 
 def test_a_lease_lives_as_long_as_it_beats(tmp_path: Path) -> None:
     folder = DirectoryFolder(tmp_path)
-    with WriterLease(folder, 0.2) as lease:
+    with closing(WriterLease(folder, 0.2)) as lease:
         assert eventually(lambda: json.loads(folder.read("writers/00000001.json"))["beats"] > 8)
         lease.check()
         with pytest.raises(StoreError, match="another writer publishes"):
@@ -260,21 +261,21 @@ def test_a_lease_whose_writer_died_while_it_wrote_is_free_once_it_does_not_beat(
     folder = DirectoryFolder(tmp_path)
     folder.write("writers/00000007.json", left)
     began = time.monotonic()
-    with WriterLease(folder, 0.1) as lease:
+    with closing(WriterLease(folder, 0.1)) as lease:
         assert lease.epoch == 8
         assert time.monotonic() - began >= 0.1, "it may have been written just then"
 
 
 def test_a_writer_that_cannot_beat_says_so_until_it_can(tmp_path: Path) -> None:
     folder = FailingFolder(DirectoryFolder(tmp_path))
-    with WriterLease(folder, 0.1) as lease:
+    with closing(WriterLease(folder, 0.1)) as lease:
         folder.refuse_writes = {"writers"}
         assert eventually(lambda: "the weight store failed" in _refusal(lease))
         folder.refuse_writes = set()
         assert eventually(lambda: not _refusal(lease)), "nobody has taken the store over"
         folder.refuse_writes = {"writers"}
         assert eventually(lambda: bool(_refusal(lease)))
-        WriterLease(DirectoryFolder(tmp_path), 0.1).release()
+        WriterLease(DirectoryFolder(tmp_path), 0.1).close()
         folder.refuse_writes = set()
         assert eventually(lambda: "taken this weight store over" in _refusal(lease))
 
@@ -300,7 +301,7 @@ class _ForgetfulFolder(FailingFolder):
 
 def test_a_commit_whose_answer_stays_out_stops_no_later_version(tmp_path: Path) -> None:
     folder = _ForgetfulFolder(DirectoryFolder(tmp_path))
-    with StoreWriter(WeightStore(folder), FAST) as writer:
+    with closing(StoreWriter(WeightStore(folder), FAST)) as writer:
         folder.silent_on = "commits"
         with pytest.raises(UnavailableError):
             _write(writer, 0)
@@ -321,7 +322,7 @@ def test_a_writer_that_cannot_begin_lets_the_next_one_in(tmp_path: Path) -> None
 
 def test_a_damaged_commit_is_no_version(tmp_path: Path) -> None:
     store = WeightStore.open(str(tmp_path))
-    with StoreWriter(store, FAST) as writer:
+    with closing(StoreWriter(store, FAST)) as writer:
         _write_chain(writer, 3)
         data = bytearray(store.folder.read(commit_name(2)))
         data[40] ^= 1
@@ -331,7 +332,7 @@ def test_a_damaged_commit_is_no_version(tmp_path: Path) -> None:
         with pytest.raises(WeightUpdateError, match="damaged"):
             fresh.wait_for(2, 0)
         assert fresh.newest_sequence() == 3
-    with StoreWriter(fresh, FAST) as writer:
+    with closing(StoreWriter(fresh, FAST)) as writer:
         assert writer.next_sequence == 4
 
 

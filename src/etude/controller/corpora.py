@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from etude.tokens.training import END_TOKEN, train_tokenizer
 from etude.training import Document
 from etude.training.pretraining.corpora import Corpus, open_corpus
 from etude.training.pretraining.infilling import OWN_SENTINELS, RESERVED_TOKENS, Infilling
-from etude.training.pretraining.reading import ReadingReport, SourceFiles, find_files
+from etude.training.pretraining.reading import SourceFiles, find_files
 from etude.training.pretraining.sources import CorpusSource, InfillingShares, cut
 
 _END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "<\uff5cend\u2581of\u2581sentence\uff5c>", END_TOKEN)
@@ -60,7 +61,7 @@ def train_source_tokenizer(
 
 def _texts(source: SourceFiles, most_characters: int) -> Iterator[str]:
     remaining = most_characters
-    for raw in source.read(ReadingReport()):
+    for raw in source.read(Counter()):
         if isinstance(raw, str):
             yield raw.encode("utf-8", "replace").decode()
             remaining -= len(raw)

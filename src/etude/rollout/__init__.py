@@ -1,6 +1,5 @@
 """Collects sessions into groups, which the trainer trains on."""
 
-from etude.rollout.buffer import GroupBuffer as GroupBuffer
 from etude.rollout.collect import Collected as Collected
 from etude.rollout.collect import Collector as Collector
 from etude.rollout.collect import GroupCollector as GroupCollector

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from etude.algorithms.signal import Signal
-from etude.records import Group, Segment, Trajectory
+from etude.records import Group, Segment
 
 
 def mask_stale(group: Group, min_step: int) -> Group:
@@ -35,11 +35,11 @@ def mask_stale(group: Group, min_step: int) -> Group:
     Tokens, log-probabilities and rewards stay as they are: only the loss mask changes. The log stores the
     unmasked group.
     """
-    return replace(group, members=tuple(_mask_trajectory(member, min_step) for member in group.members))
-
-
-def _mask_trajectory(trajectory: Trajectory, min_step: int) -> Trajectory:
-    return replace(trajectory, segments=tuple(_mask_segment(s, min_step) for s in trajectory.segments))
+    members = (
+        replace(member, segments=tuple(_mask_segment(s, min_step) for s in member.segments))
+        for member in group.members
+    )
+    return replace(group, members=tuple(members))
 
 
 def _mask_segment(segment: Segment, min_step: int) -> Segment:
@@ -158,19 +158,18 @@ class GroupBuffer:
         fork_signal: Signal = Signal.NONE,
     ) -> None:
         """Adds a finished group and its fork's; replaces an earlier version if a late member has joined."""
-        began = self.under_way.pop(number, None)
-        if began is not None:
+        if number in self.under_way:
             self._num_finished += 1 if fork is None else 2
-            fallback = began
+            fallback = self.under_way.pop(number)
         else:
-            fallback = self._waiting[number].oldest_step
-        oldest = oldest_step(_joined(group, fork), fallback)
-        finished = FinishedGroups(number, group, signal, oldest, fork, fork_signal)
-        if not finished.is_trained:
-            self._waiting.pop(number, None)
-            self._next.dropped.append(finished)
-        else:
+            fallback = self._waiting.pop(number).oldest_step
+        members = group.members if fork is None else (*group.members, *fork.members)
+        steps = [version.step for m in members if (version := m.oldest_version) is not None]
+        finished = FinishedGroups(number, group, signal, min(steps, default=fallback), fork, fork_signal)
+        if finished.is_trained:
             self._waiting[number] = finished
+        else:
+            self._next.dropped.append(finished)
 
     def is_waiting(self, number: int) -> bool:
         """Whether the group of this number waits to be trained on."""
@@ -258,12 +257,6 @@ class GroupBuffer:
         return replace(unit, group=mask_stale(unit.group, oldest), oldest_step=oldest, fork=fork)
 
 
-def oldest_step(group: Group, otherwise: int) -> int:
-    """Step of the oldest policy version that sampled a token in any member; `otherwise` if none did."""
-    versions = [version.step for m in group.members if (version := m.oldest_version) is not None]
-    return min(versions, default=otherwise)
-
-
 def trained_groups(popped: StepGroups) -> tuple[Group, ...]:
     """Groups that a step trains on: first those whose verdicts differ, then those of equal verdicts."""
     groups = [pair for unit in popped.trained for pair in unit.groups]
@@ -280,8 +273,3 @@ def dropped_groups(popped: StepGroups) -> tuple[Group, ...]:
 def all_groups(units: Sequence[FinishedGroups]) -> tuple[Group, ...]:
     """Task groups and fork groups in one sequence."""
     return tuple(group for unit in units for group, _ in unit.groups)
-
-
-def _joined(group: Group, fork: Group | None) -> Group:
-    """A group with the sessions of both, to compute their age."""
-    return group if fork is None else replace(group, members=(*group.members, *fork.members))

@@ -5,12 +5,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 
 from etude.environment.fork_groups import ForkedEpisode
-from etude.records import Group, Trajectory
+from etude.records import Group
 from etude.rollout.buffer import StepGroups, trained_groups
 from etude.rollout.forks import count_fork, fork_figures
 
@@ -53,12 +52,8 @@ class LengthBias:
         middles = counts.cumsum() - (counts + 1) // 2
         tenths = np.minimum(middles * _DECILES // counts.sum(), _DECILES - 1)
         out = np.array([self._left_out[length] for length in lengths])
-        return [_share(out[tenths == tenth], counts[tenths == tenth]) for tenth in range(_DECILES)]
-
-
-def _share(out: Sequence[int] | np.ndarray, of: Sequence[int] | np.ndarray) -> float:
-    total = int(np.sum(of))
-    return float(np.sum(out)) / total if total else 0.0
+        inside = [tenths == tenth for tenth in range(_DECILES)]
+        return [float(out[own].sum()) / max(1, int(counts[own].sum())) for own in inside]
 
 
 class Occupancy:
@@ -102,44 +97,31 @@ class Occupancy:
         return figures
 
 
-@dataclass(slots=True)
-class _Counts:
-    """Counts since the last step."""
-
-    aborted: int = 0
-    carried: int = 0
-    from_log: int = 0
-    forks: Counter[str] = field(default_factory=Counter[str])
-    late_gaps: list[float] = field(default_factory=list[float])
-    """Per group with aborted stragglers: mean verdict of the half that ended later minus the other's."""
-
-
 class CollectorMetrics:
     """Counts sessions and groups as they finish and as they are left out of training."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         """`clock`: in seconds."""
+        self.occupancy = Occupancy(clock)
         self._lengths = LengthBias()
-        self._occupancy = Occupancy(clock)
-        self._counts = _Counts()
-
-    def update_occupancy(self, num_sessions: int, blocked_by: str, lacks_oldest: bool) -> None:
-        """See Occupancy.update."""
-        self._occupancy.update(num_sessions, blocked_by, lacks_oldest)
+        self._aborted = self._carried = self._from_log = 0
+        self._forks: Counter[str] = Counter()
+        self._late_gaps: list[float] = []
+        """Per group with aborted stragglers: mean verdict of the half that ended later minus the other's."""
 
     def add_episode(self, episode: ForkedEpisode) -> None:
         """Counts an episode that finished in time for its group, or is carried into it."""
         self._lengths.add(episode.trajectory.num_sampled_tokens)
-        count_fork(episode, self._counts.forks)
+        count_fork(episode, self._forks)
 
     def count_carried(self) -> None:
         """Counts a straggler that finished before its group was trained on."""
-        self._counts.carried += 1
+        self._carried += 1
 
     def count_aborted(self, num_tokens: int) -> None:
         """Counts a straggler that was ended after so many tokens."""
         self._lengths.leave_out(num_tokens, ended=False)
-        self._counts.aborted += 1
+        self._aborted += 1
 
     def record_late_gap(self, verdicts: Sequence[float]) -> None:
         """`verdicts`: of the members of a group that aborts its stragglers, in the order in which they ended.
@@ -147,11 +129,11 @@ class CollectorMetrics:
         half = len(verdicts) // 2
         if half:
             early, late = verdicts[:half], verdicts[-half:]
-            self._counts.late_gaps.append((sum(late) - sum(early)) / half)
+            self._late_gaps.append((sum(late) - sum(early)) / half)
 
     def count_from_log(self) -> None:
         """Counts a group that was collected before the run was resumed."""
-        self._counts.from_log += 1
+        self._from_log += 1
 
     def add_stale(self, group: Group) -> None:
         """Counts a group that was too old as a whole."""
@@ -160,22 +142,23 @@ class CollectorMetrics:
 
     def pop_figures(self, popped: StepGroups, *, with_forks: bool) -> dict[str, float]:
         """Metrics since the last call. `popped`: the groups of the step."""
-        counts, self._counts = self._counts, _Counts()
-        members: Sequence[Trajectory] = [m for unit in popped.stale for m in unit.group.members]
         figures = {
-            "stale_trajectories": float(len(members)),
+            "stale_trajectories": float(sum(len(unit.group.members) for unit in popped.stale)),
             "stale_masked_tokens": float(popped.masked_tokens),
-            "stragglers_aborted": float(counts.aborted),
-            "stragglers_carried": float(counts.carried),
-            "groups_from_log": float(counts.from_log),
+            "stragglers_aborted": float(self._aborted),
+            "stragglers_carried": float(self._carried),
+            "groups_from_log": float(self._from_log),
             "left_out_share": self._lengths.share,
-            **self._occupancy.pop_figures(),
+            **self.occupancy.pop_figures(),
         }
-        if counts.late_gaps:
-            figures["late_verdict_gap"] = sum(counts.late_gaps) / len(counts.late_gaps)
+        if self._late_gaps:
+            figures["late_verdict_gap"] = sum(self._late_gaps) / len(self._late_gaps)
         if with_forks:
-            figures |= fork_figures(trained_groups(popped), counts.forks)
+            figures |= fork_figures(trained_groups(popped), self._forks)
         if self._lengths.share:
             shares = enumerate(self._lengths.by_decile(), 1)
             figures |= {f"left_out_decile{tenth}": share for tenth, share in shares}
+        self._aborted = self._carried = self._from_log = 0
+        self._forks.clear()
+        self._late_gaps.clear()
         return figures

@@ -26,7 +26,7 @@ import gc
 import math
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from etude.algorithms.signal import Signal, signal_of
 from etude.config import RlConfig
@@ -42,8 +42,10 @@ from etude.rollout.collector_metrics import CollectorMetrics
 from etude.rollout.curriculum import CollectorState, Curriculum, TaskSource
 from etude.rollout.forks import Members, fork_group
 from etude.rollout.paced_episodes import PacedEpisodes
-from etude.rollout.stored_groups import StoredGroups, read_stored_groups
 from etude.store.trajectories import TrajectoryLog
+
+StoredGroups = dict[int, tuple[Group, Group | None]]
+"""Groups in the log by task number, each with the group of its fork."""
 
 
 @dataclass(slots=True, eq=False)
@@ -92,7 +94,7 @@ class ContinuousCollector:
         """None outside of `running`; the next three attributes are valid within it only."""
         self._buffer: GroupBuffer
         self._curriculum: Curriculum
-        self._stored: dict[int, StoredGroups]
+        self._stored: StoredGroups
         self._running: dict[int, _Running] = {}
         """Groups with running sessions, by number."""
         self._num_sessions = 0
@@ -194,7 +196,7 @@ class ContinuousCollector:
         while not (blocked_by := self._blocked_by()):
             self._begin()
         lacks_oldest = self._trainer_waits.is_set() and self._buffer.lacks_only_oldest
-        self._metrics.update_occupancy(self._num_sessions, blocked_by, lacks_oldest)
+        self._metrics.occupancy.update(self._num_sessions, blocked_by, lacks_oldest)
         if self._is_ready():
             self._trainer_waits.clear()
             self._changed.set()
@@ -229,7 +231,7 @@ class ContinuousCollector:
         stored = self._stored.pop(number, None)
         if stored is not None:
             self._metrics.count_from_log()
-            self._put(number, stored.task, stored.fork)
+            self._put(number, *stored)
             return
         asked = range(self._members.num_asked)
         views = [self._paced.new_view(self._sampler) for _ in asked]
@@ -368,3 +370,35 @@ def _rare_garbage_collection() -> Iterator[None]:
         yield
     finally:
         gc.set_threshold(*before)
+
+
+def read_stored_groups(log: TrajectoryLog, state: CollectorState, min_step: int) -> StoredGroups:
+    """Stored groups by task number, of the numbers that `state` has as neither trained on nor dropped.
+
+    Groups are stored in the order in which they finished: once all of a part was sampled by versions before
+    `min_step`, earlier parts are too old to be trained on and are not read. Members of one group that were
+    stored one by one are joined; a fork's group is returned with its task's, in whose part it is stored.
+    Raises StoreError on damage.
+    """
+    pending = set(state.pending)
+    tasks: dict[int, Group] = {}
+    forks: dict[int, Group] = {}
+    for name in reversed(log.part_names()):
+        groups = [group for group in log.read_part(name) if group.members]
+        steps = [step for group in groups for step in _steps(group)]
+        if steps and max(steps) < min_step:  # a part without sampled tokens has no age
+            break
+        for group in groups:
+            number = group.members[0].id.group
+            if number in pending or number >= state.next_task:
+                found = forks if group.kind == "fork" else tasks
+                later = found[number].members if number in found else ()
+                members = sorted((*group.members, *later), key=lambda member: member.id.index)
+                found[number] = replace(group, members=tuple(members))
+    return {number: (group, forks.get(number)) for number, group in tasks.items()}
+
+
+def _steps(group: Group) -> list[int]:
+    """Steps of all policy versions that sampled the group."""
+    spans = (span for m in group.members for segment in m.segments for span in segment.version_spans)
+    return [span.version.step for span in spans]

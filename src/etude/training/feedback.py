@@ -12,11 +12,11 @@ hint; the message keeps the tokens that were sampled.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -39,58 +39,37 @@ _MAX_QUOTED = 200
 """Characters of a tool's answer that a hint repeats."""
 
 
-@dataclass(frozen=True, slots=True)
-class Hint:
-    """A text about the mistake in one turn of a trajectory."""
+FindHints = Callable[[Trajectory], dict[int, str]]
+"""Returns a hint about each faulty turn of a trajectory, by index into its turns, in their order."""
 
-    turn: int
-    """Index into Trajectory.turns."""
-    text: str
-
-
-class HintSource(Protocol):
-    """Finds faulty turns and writes a hint for each."""
-
-    def hints(self, trajectory: Trajectory) -> list[Hint]:
-        """The hints in the order of turns; none for a trajectory without faults."""
-        ...
+HINTED_ERRORS = frozenset(
+    {
+        ToolErrorClass.MALFORMED,
+        ToolErrorClass.INVALID_ARGUMENTS,
+        ToolErrorClass.UNEXPECTED_ENVIRONMENT,
+        ToolErrorClass.TIMEOUT,
+    }
+)
+"""Errors that the agent caused: those of the infrastructure and of the user give no hint."""
 
 
-class ToolErrorHints:
-    """Hints from the tools' own error messages: malformed calls, and errors that the agent caused.
+def tool_error_hints(trajectory: Trajectory) -> dict[int, str]:
+    """Hints from the tools' own error messages, by turn: malformed calls, and HINTED_ERRORS."""
+    return {number: text for number, turn in enumerate(trajectory.turns) if (text := _hint(turn))}
 
-    Errors of the infrastructure and of the user give no hint.
-    """
 
-    KINDS = frozenset(
-        {
-            ToolErrorClass.MALFORMED,
-            ToolErrorClass.INVALID_ARGUMENTS,
-            ToolErrorClass.UNEXPECTED_ENVIRONMENT,
-            ToolErrorClass.TIMEOUT,
-        }
-    )
+def _hint(turn: Turn) -> str:
+    """All errors of a turn, each once; empty if there are none."""
+    calls = itertools.zip_longest(turn.calls, turn.results[: len(turn.calls)])
+    return "\n".join(filter(None, dict.fromkeys(_fault(call, result) for call, result in calls)))
 
-    def hints(self, trajectory: Trajectory) -> list[Hint]:
-        """One hint per turn with at least one such error, all of its errors in it."""
-        found = [(number, self._texts(turn)) for number, turn in enumerate(trajectory.turns)]
-        return [Hint(number, "\n".join(texts)) for number, texts in found if texts]
 
-    def _texts(self, turn: Turn) -> list[str]:
-        texts: list[str] = []
-        for place, call in enumerate(turn.calls):
-            result = turn.results[place] if place < len(turn.results) else None
-            text = self._text(call, result)
-            if text and text not in texts:
-                texts.append(text)
-        return texts
-
-    def _text(self, call: ToolCall, result: ToolResult | None) -> str:
-        if call.error is not None:
-            return f"A call would be malformed: {_quoted(call.error)}"
-        if result is None or result.error not in self.KINDS:
-            return ""
-        return f"{call.name} would fail ({result.error}): {_quoted(result.output)}"
+def _fault(call: ToolCall, result: ToolResult | None) -> str:
+    if call.error is not None:
+        return f"A call would be malformed: {_quoted(call.error)}"
+    if result is None or result.error not in HINTED_ERRORS:
+        return ""
+    return f"{call.name} would fail ({result.error}): {_quoted(result.output)}"
 
 
 def _quoted(text: str) -> str:
@@ -129,15 +108,12 @@ class FeedbackExample:
 class Feedback:
     """Makes FeedbackExamples of the faulty turns in a step's trajectories."""
 
-    def __init__(self, source: HintSource, renderer: Renderer, config: FeedbackConfig) -> None:
-        self._source, self._renderer, self._config = source, renderer, config
+    def __init__(self, find_hints: FindHints, renderer: Renderer, config: FeedbackConfig) -> None:
+        self._find_hints, self._renderer, self._config = find_hints, renderer, config
+        self.weight = config.weight
+        """Factor on the mean divergence per token."""
         template = renderer.template
         self._opening = renderer.encode((*template.after_end, *template.prompt), template.end)
-
-    @property
-    def weight(self) -> float:
-        """Factor on the mean divergence per token."""
-        return self._config.weight
 
     def examples(
         self, groups: Sequence[Group], max_positions: int
@@ -154,9 +130,11 @@ class Feedback:
 
     def _examples(self, trajectory: Trajectory, max_positions: int) -> list[FeedbackExample | Unhinted]:
         segments = {segment.id: segment for segment in trajectory.segments}
-        hints = self._source.hints(trajectory)[: self._config.max_hints_per_trajectory]
-        turns = [(trajectory.turns[hint.turn], hint.text) for hint in hints]
-        return [self._example(segments[turn.segment_id], turn, text, max_positions) for turn, text in turns]
+        hints = [(trajectory.turns[number], text) for number, text in self._find_hints(trajectory).items()]
+        return [
+            self._example(segments[turn.segment_id], turn, text, max_positions)
+            for turn, text in hints[: self._config.max_hints_per_trajectory]
+        ]
 
     def _example(
         self, segment: Segment, turn: Turn, text: str, max_positions: int
@@ -219,7 +197,7 @@ class StepFeedback:
 
 def open_feedback(config: FeedbackConfig, renderer: Renderer) -> Feedback | None:
     """The feedback that a configuration asks for; None if it is off."""
-    return Feedback(ToolErrorHints(), renderer, config) if config.weight > 0 else None
+    return Feedback(tool_error_hints, renderer, config) if config.weight > 0 else None
 
 
 def feedback_divergence(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
@@ -75,14 +75,6 @@ class ModelLimits:
         return ModelLimits(model.vocab_size, model.max_positions, routes, model.num_experts)
 
 
-@dataclass(frozen=True, slots=True)
-class Intake:
-    """The training groups of one step, and counts of what was skipped."""
-
-    groups: tuple[TrainingGroup, ...]
-    skipped: Counter[Skipped]
-
-
 def prepare_groups(
     groups: Sequence[Group],
     config: RlConfig,
@@ -90,34 +82,29 @@ def prepare_groups(
     version: PolicyVersion,
     fetch_routes: RouteFetcher,
     published: Mapping[int, str] | None = None,
-) -> Intake:
-    """Checks and converts the groups of one step of a trainer at `version`. `published`: digests by step of
-    the earlier versions of this lineage. A version of such a step with another digest was lost when the run
-    was killed: its lag is unknown.
+) -> tuple[list[TrainingGroup], Counter[Skipped]]:
+    """Checks and converts the groups of one step of a trainer at `version`; also counts what was skipped.
+    `published`: digests by step of the earlier versions of this lineage. A version of such a step with
+    another digest was lost when the run was killed: its lag is unknown.
 
     Raises ConfigError for groups that cannot be trained on, RouteReplayError for a segment that occurs twice.
     """
     reader = _Reader(config, limits, version, fetch_routes, published or {})
-    prepared = tuple(group for group in map(reader.read, groups) if group is not None)
-    return Intake(prepared, reader.skipped)
+    return [read for group in groups if (read := reader.read(group)) is not None], reader.skipped
 
 
+@dataclass(frozen=True, slots=True)
 class _Reader:
     """Converts the groups of one step."""
 
-    def __init__(
-        self,
-        config: RlConfig,
-        limits: ModelLimits,
-        version: PolicyVersion,
-        fetch_routes: RouteFetcher,
-        published: Mapping[int, str],
-    ) -> None:
-        self.skipped: Counter[Skipped] = Counter()
-        self._config, self._limits, self._version, self._published = config, limits, version, published
-        self._fetch_routes = fetch_routes
-        self._replays = config.router_replay == "r3" and limits.routes is not None
-        self._seen: set[str] = set()
+    config: RlConfig
+    limits: ModelLimits
+    version: PolicyVersion
+    fetch_routes: RouteFetcher
+    published: Mapping[int, str]
+    skipped: Counter[Skipped] = field(default_factory=Counter[Skipped])
+    seen: set[str] = field(default_factory=set[str])
+    """Segments so far."""
 
     def read(self, group: Group) -> TrainingGroup | None:
         """The group's graded members; None if there are none.
@@ -125,7 +112,7 @@ class _Reader:
         Of a group that failed as a whole, only malformed calls are trained on, in the members with any.
         """
         self.skipped.update(reason for member in group.members if (reason := _ungraded(member)))
-        signal = weigh_group(group, self._config)
+        signal = weigh_group(group, self.config)
         if not signal.members:
             self.skipped[Skipped.EMPTY_GROUP] += 1
             return None
@@ -139,7 +126,7 @@ class _Reader:
     def _chain(self, signal: GroupSignal, number: int) -> tuple[TrainingSequence, ...]:
         segments = signal.members[number][0].segments
         read: list[TrainingSequence | None] = []
-        for segment, mask in zip(segments, _trained(segments, self._config.train_summaries), strict=True):
+        for segment, mask in zip(segments, _trained(segments, self.config.train_summaries), strict=True):
             advantages = signal.token_advantages(number, segment)
             trained = mask & (advantages != 0) if signal.kind is Signal.FORM else mask
             read.append(self._sequence(segment, trained, advantages))
@@ -148,10 +135,11 @@ class _Reader:
     def _sequence(
         self, segment: Segment, trained: NDArray[np.bool_], advantages: NDArray[np.float32]
     ) -> TrainingSequence | None:
-        _check_sampling(segment, self._config)
+        replays = self.config.router_replay == "r3" and self.limits.routes is not None
+        _check_sampling(segment, self.config)
         self._check_once(segment)
-        _check_tokens(segment, self._limits)
-        if len(segment.tokens) > self._limits.max_positions:
+        _check_tokens(segment, self.limits)
+        if len(segment.tokens) > self.limits.max_positions:
             self.skipped[Skipped.TOO_LONG] += 1
             return None
         logprobs = segment.logprobs[trained]
@@ -163,20 +151,20 @@ class _Reader:
             trained,
             segment.logprobs,
             advantages,
-            self._routes(segment) if self._replays else None,
-            _lags(segment, self._version, self._published),
+            self._routes(segment) if replays else None,
+            _lags(segment, self.version, self.published),
             segment.id,
         )
 
     def _check_once(self, segment: Segment) -> None:
-        if segment.id in self._seen:
+        if segment.id in self.seen:
             raise RouteReplayError(
                 "a segment occurs twice in one step: its routes can be used only once",
                 field="segment",
                 received=segment.id,
                 fix="give every trajectory an id of its own",
             )
-        self._seen.add(segment.id)
+        self.seen.add(segment.id)
 
     def _routes(self, segment: Segment) -> NDArray[Any]:
         if segment.routes is None:
@@ -186,19 +174,19 @@ class _Reader:
                 received=segment.id,
                 fix="record routes, or set rl.router_replay to 'r2' or 'off'",
             )
-        routes: NDArray[Any] = self._fetch_routes(segment.routes)
+        routes: NDArray[Any] = self.fetch_routes(segment.routes)
         if routes.dtype not in (np.uint8, np.uint16):  # a cast would name other experts
             raise ConfigError(
                 "routes must be uint8 or uint16", field="routes", received=f"{segment.id}: {routes.dtype}"
             )
-        expected = (len(segment.tokens), *(self._limits.routes or ()))
+        expected = (len(segment.tokens), *(self.limits.routes or ()))
         following = routes + routes.dtype.type(1)  # the unknown-route marker becomes 0: one pass checks all
-        if routes.shape != expected or following.max(initial=0) > self._limits.num_experts:
+        if routes.shape != expected or following.max(initial=0) > self.limits.num_experts:
             raise ConfigError(
                 "the routes belong to another model",
                 field="routes",
                 received=f"{segment.id}: {routes.shape}, experts up to {int(following.max(initial=1)) - 1}",
-                fix=f"train the model that sampled: this has {self._limits.num_experts} experts, {expected}",
+                fix=f"train the model that sampled: this has {self.limits.num_experts} experts, {expected}",
             )
         return routes
 

@@ -1,4 +1,4 @@
-"""Router replay over one RL step: which routes a forward pass replays, and that each record is used once.
+"""Router replay over one RL step: which routes a forward pass replays.
 
 r3    replays the routes that the engine recorded for each segment, in the segment's update
 r2    replays the routes of the trainer's own forward pass at the step's start
@@ -8,39 +8,16 @@ off   the router chooses
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from etude.config import RlConfig
-from etude.errors import RouteReplayError
 from etude.model import LanguageModel, ReplayedRoutes
 from etude.model.scoring import PackedSequences, device_of, packed_logprobs
 from etude.training.batches import TrainingSequence
-
-
-class RouteLedger:
-    """Verifies that every segment of one step is consumed by exactly one micro-batch."""
-
-    def __init__(self, segment_ids: Iterable[str]) -> None:
-        self._waiting = set(segment_ids)
-
-    def consume(self, segment_id: str) -> None:
-        """Marks a segment as trained on. Raises RouteReplayError if it is unknown or was consumed before."""
-        if segment_id not in self._waiting:
-            raise RouteReplayError("was consumed already in this step", field="segment", received=segment_id)
-        self._waiting.remove(segment_id)
-
-    def close(self) -> None:
-        """Raises RouteReplayError if any segment was not consumed."""
-        if self._waiting:
-            raise RouteReplayError(
-                f"{len(self._waiting)} segments of the step were never trained on",
-                field="segment",
-                received=sorted(self._waiting)[:4],
-            )
 
 
 def replayed_routes(

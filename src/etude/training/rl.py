@@ -40,7 +40,7 @@ from etude.training.meter import StepMeter
 from etude.training.optimizer import OffendingBatches, Optimizer
 from etude.training.packing import pack_sequences
 from etude.training.parallel.ranks import Ranks, Share, SingleRank
-from etude.training.replay import RouteLedger, replayed_routes, with_old_policy
+from etude.training.replay import replayed_routes, with_old_policy
 from etude.training.threads import add_gradients, count_batches, map_in_order, share_threads, splits_batches
 from etude.weights import StoreWeights, WeightPublisher
 
@@ -101,25 +101,23 @@ class RlTrainer:
     def _step(self, groups: Sequence[Group], num_threads: int) -> Mapping[str, float]:
         began = time.perf_counter()
         limits = ModelLimits.of(self.model)
-        intake = prepare_groups(
+        prepared, skipped = prepare_groups(
             groups, self._config, limits, self._version, self._fetch_routes, self._published
         )
-        updates = split_updates(intake.groups, self._config.loss, self._config.updates_per_step)
+        updates = split_updates(prepared, self._config.loss, self._config.updates_per_step)
         meter = StepMeter(updates)
         updates = [[s for s in update if self._has_gradient(s)] for update in updates]
-        ledger = RouteLedger(sequence.segment_id for update in updates for sequence in update)
         feedback = StepFeedback(self._feedback, groups, limits.max_positions, len(updates))
         updates[1:] = [self._with_old_policy(update, num_threads) for update in updates[1:]]
         for number, update in enumerate(updates):
             if update or feedback.examples[number]:
-                self._update(update, meter, ledger, feedback, number, num_threads)
-        ledger.close()
+                self._update(update, meter, feedback, number, num_threads)
         adapter = self._version.adapter
         self._version = PolicyVersion(self._version.lineage, self._version.step + 1, adapter=adapter)
         return {
             "train_s": time.perf_counter() - began,
             "skipped_updates": float(self._optimizer.num_skipped),
-            **{f"skipped_{reason}": float(count) for reason, count in sorted(intake.skipped.items())},
+            **{f"skipped_{reason}": float(count) for reason, count in sorted(skipped.items())},
             **meter.summary(self._ranks.all_reduce_),
             **feedback.summary(self._ranks.all_reduce_),
         }
@@ -183,8 +181,7 @@ class RlTrainer:
 
     def restore(self, directory: Path) -> None:
         """Loads a checkpoint of `save`. Raises CheckpointError, and changes nothing, if it does not fit."""
-        stored = load_stored(directory, self._stored_model(), self._parts_of_state())
-        model, state = stored.model, stored.state
+        model, state = load_stored(directory, self._stored_model(), self._parts_of_state())
         if state is None or "optimizer" not in state:
             raise CheckpointError("has no optimiser state", field="checkpoint", received=str(directory))
         if (self.adapters is not None) != ("adapters" in state):
@@ -224,7 +221,6 @@ class RlTrainer:
         self,
         update: Update,
         meter: StepMeter,
-        ledger: RouteLedger,
         feedback: StepFeedback,
         number: int,
         num_threads: int,
@@ -232,24 +228,18 @@ class RlTrainer:
         """Computes and applies optimiser update `number` of the step."""
         num_tokens = sum(len(sequence.tokens) for sequence in update)
         shares = self._shares(update)
-        own = {index for share in shares if share.weight for index in share.indices}
-        for index in set(range(len(update))) - own:
-            ledger.consume(update[index].segment_id)  # trained on by another rank
+        own = sorted(index for share in shares if share.weight for index in share.indices)
+        assert len(own) == len(set(own)), "no sequence is trained on twice"
 
         def compute(share: Share) -> tuple[Tensor, None]:
             sequences = [update[index] for index in share.indices]
-            if share.weight:
-                for sequence in sequences:
-                    ledger.consume(sequence.segment_id)
             batch_share = sum(len(sequence.tokens) for sequence in sequences) / num_tokens
             return self._loss(sequences, share.weight, batch_share, meter), None
 
         add_gradients(self._trainable, compute, shares, num_threads)
         config = self._config
         feedback.add_gradients(number, self.model, self._ranks, config.micro_batch_tokens, config.temperature)
-        norm = self._optimizer.step(
-            lambda: describe_batch(update[index] for index in sorted(own)), num_threads
-        )
+        norm = self._optimizer.step(lambda: describe_batch(update[index] for index in own), num_threads)
         meter.add_update(norm, num_tokens)
 
     def _shares(self, update: Update) -> list[Share]:

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from enum import StrEnum
-from typing import Any, Protocol
+from typing import Any
 
 import xxhash
 
@@ -25,20 +25,9 @@ from etude.algorithms.signal import Signal, is_surplus, signal_of
 from etude.config import RlConfig
 from etude.errors import CheckpointError
 from etude.records import Group
+from etude.store.trajectories import TrajectoryLog
 
 _POLL_S = 0.2
-
-
-class PartLog(Protocol):
-    """An append-only log of immutable parts. Implemented by TrajectoryLog."""
-
-    def part_names(self) -> list[str]:
-        """Names of the existing parts, in order."""
-        ...
-
-    def read_part(self, name: str) -> list[Group]:
-        """The groups of one part. Raises StoreError on damage."""
-        ...
 
 
 class PassedOver(StrEnum):
@@ -60,7 +49,7 @@ class RecordedStream:
     Deterministic: a function of the log, the configuration and the cursor. Single consumer.
     """
 
-    def __init__(self, log: PartLog, config: RlConfig, state: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, log: TrajectoryLog, config: RlConfig, state: Mapping[str, Any] | None = None) -> None:
         """`state`: a `state_dict` to resume from. Raises CheckpointError if it is invalid."""
         self._log = log
         self._config = config

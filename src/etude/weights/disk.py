@@ -94,10 +94,3 @@ class TensorSubset(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._names)
-
-
-def num_bytes(tensors: Mapping[str, Tensor], name: str) -> int:
-    """Size of a tensor, without reading it from disk."""
-    if isinstance(tensors, DiskTensors):
-        return tensors.num_bytes(name)
-    return tensors[name].nbytes

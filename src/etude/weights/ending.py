@@ -50,9 +50,7 @@ class EndMark:
 
     async def is_set(self) -> bool:
         """Whether the run has ended. False if the store does not answer in time: it may be down as well."""
-        looking = self._looking
-        if looking is None:
-            looking = self._looking = asyncio.create_task(asyncio.to_thread(self._look))
+        looking = self._looking = self._looking or asyncio.create_task(asyncio.to_thread(self._look))
         await asyncio.wait({looking}, timeout=_LOOK_S)
         if not looking.done():
             return False

@@ -9,7 +9,6 @@ import json
 import threading
 import time
 import uuid
-from typing import Self
 
 from etude.errors import StoreError
 from etude.weights.folders import ExistsError, Folder, MissingError
@@ -20,7 +19,7 @@ _LOOKS = 10
 
 
 class WriterLease:
-    """The lease of a store's writer, held from construction to `release`. A thread sends the heartbeat."""
+    """The lease of a store's writer, held from construction to `close`. A thread sends the heartbeat."""
 
     def __init__(self, folder: Folder, lease_s: float = 10.0) -> None:
         """`lease_s`: time without a heartbeat after which a lease is dead; equal for all writers of a store.
@@ -37,12 +36,6 @@ class WriterLease:
         self._thread = threading.Thread(target=self._run_heartbeat, name="weight-writer-lease", daemon=True)
         self._thread.start()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.release()
-
     def check(self) -> None:
         """Raises StoreError if another writer has taken over, or while the lease cannot be kept alive."""
         if self._failure is not None:
@@ -50,7 +43,7 @@ class WriterLease:
         if self._newest() != self.epoch:
             raise _refused(self._folder, "another writer has taken this weight store over")
 
-    def release(self) -> None:
+    def close(self) -> None:
         """Releases the lease, so that the next writer need not wait. Idempotent."""
         if self._ended.is_set():
             return

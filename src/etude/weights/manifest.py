@@ -82,6 +82,20 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def make_tensor(entry: TensorEntry, spare: Tensor | None) -> Tensor:
+    """A CPU tensor of the entry's type and shape: `spare` if it fits. Raises WeightUpdateError."""
+    dtype = getattr(torch, entry.dtype, None)
+    if not isinstance(dtype, torch.dtype):
+        raise WeightUpdateError("unknown type of numbers", field=entry.name, received=entry.dtype)
+    if (
+        spare is not None
+        and (spare.dtype, tuple(spare.shape), spare.device.type) == (dtype, entry.shape, "cpu")
+        and spare.is_contiguous()
+    ):
+        return spare
+    return torch.empty(entry.shape, dtype=dtype)
+
+
 def bytes_of(tensor: Tensor) -> NDArray[np.uint8]:
     """The bytes of a tensor in C order: its own memory where it is contiguous on the CPU, else a copy."""
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()

@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 
 from etude.errors import WeightUpdateError
 from etude.records import TensorEntry
-from etude.weights.manifest import dtype_name, join_digests
+from etude.weights.manifest import join_digests, make_tensor
 
 _NAME = re.compile(r"(.+)\[(\d+):(\d+)/(\d+)\]", re.DOTALL)
 
@@ -110,12 +109,6 @@ class TensorSet:
 
     def _whole_of(self, part: Part, entry: TensorEntry, spare: TensorSet) -> Tensor:
         if part.name not in self.whole:
-            shape = (part.total, *entry.shape[1:])
-            held = spare.whole.get(part.name)
-            if held is None or (tuple(held.shape), dtype_name(held.dtype)) != (shape, entry.dtype):
-                dtype = getattr(torch, entry.dtype, None)
-                if not isinstance(dtype, torch.dtype):
-                    raise WeightUpdateError("unknown type of numbers", field=part.name, received=entry.dtype)
-                held = torch.empty(shape, dtype=dtype)
-            self.whole[part.name] = held
+            whole = replace(entry, name=part.name, shape=(part.total, *entry.shape[1:]))
+            self.whole[part.name] = make_tensor(whole, spare.whole.get(part.name))
         return self.whole[part.name]

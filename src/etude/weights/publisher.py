@@ -160,12 +160,18 @@ class StoreWeights:
                 kept.add(name, copied)
             return kept, own
         held = self._base if version.adapter is not None else {}
-        fresh = {name: tensor for name, tensor in tensors.items() if name not in held}
-        copies = _copy(fresh, self._spare, self._dtype)
-        found = {name: (tensor, describe_tensor(name, tensor)) for name, tensor in copies.items()} | held
+        found = {name: held.get(name) or self._copy(name, tensor) for name, tensor in tensors.items()}
         if version.adapter is not None:
             self._base = {name: pair for name, pair in found.items() if not name.startswith(ADAPTER_PREFIX)}
         return {name: tensor for name, (tensor, _) in found.items()}, [entry for _, entry in found.values()]
+
+    def _copy(self, name: str, tensor: Tensor) -> tuple[Tensor, TensorEntry]:
+        """A copy on the CPU, in the spare one's memory where it fits, and its entry."""
+        target, wanted = self._spare.get(name), _type_of(name, tensor, self._dtype)
+        if target is None or (target.dtype, target.shape) != (wanted, tensor.shape):
+            target = torch.empty(tensor.shape, dtype=wanted)
+        target.copy_(tensor.detach())
+        return target, describe_tensor(name, target)
 
     def flush(self) -> None:
         """Waits until the last publication is committed. Raises StoreError if that failed, and what `Peers`
@@ -231,21 +237,6 @@ class StoreWeights:
             if theirs is not None:
                 raise failure if rank == self._peers.rank and failure is not None else theirs
         return [value for value, _ in exchanged]
-
-
-def _copy(
-    tensors: Mapping[str, Tensor], spare: Mapping[str, Tensor], dtype: torch.dtype | None
-) -> dict[str, Tensor]:
-    """Copies on the CPU, into `spare` where it fits."""
-    copies: dict[str, Tensor] = {}
-    with torch.no_grad():
-        for name, tensor in tensors.items():
-            target, wanted = spare.get(name), _type_of(name, tensor, dtype)
-            if target is None or (target.dtype, target.shape) != (wanted, tensor.shape):
-                target = torch.empty(tensor.shape, dtype=wanted)
-            target.copy_(tensor)
-            copies[name] = target
-    return copies
 
 
 def _type_of(name: str, tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:

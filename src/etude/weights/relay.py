@@ -123,12 +123,11 @@ class Relay:
         try:
             data = self._fetch_file(name)
             self._cache_file(name, data)
+            own.set_result(data)
+            return data
         except BaseException as error:
             own.set_exception(error)
             raise
-        else:
-            own.set_result(data)
-            return data
         finally:
             with self._lock:
                 del self._in_flight[name]

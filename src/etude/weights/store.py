@@ -62,8 +62,8 @@ class WeightStore:
         `wait_s`."""
 
         def on_failure(failure: MissingError, pause_s: float | None) -> None:
-            is_past = self.newest_sequence() > sequence and not self._has(sequence)
-            if is_past or pause_s is None:
+            is_past = self.newest_sequence() > sequence
+            if pause_s is None or (is_past and commit_name(sequence) not in self.folder.list(COMMITS)):
                 raise WeightUpdateError(
                     f"the version did not appear within {wait_s:g} s, or was deleted",
                     field="url",
@@ -79,9 +79,6 @@ class WeightStore:
         if commit.sequence != sequence:
             raise WeightUpdateError("the commit has a wrong number", field="commit", received=sequence)
         return commit
-
-    def _has(self, sequence: int) -> bool:
-        return commit_name(sequence) in self.folder.list(COMMITS)
 
     def version_url(self, sequence: int) -> str:
         """The `url` of a WeightManifest for this version."""

@@ -7,7 +7,6 @@ import io
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Self
 
 from blake3 import blake3
 from torch import Tensor
@@ -17,7 +16,7 @@ from etude.kit.memory import return_free_memory
 from etude.records import PolicyVersion
 from etude.weights.commits import Commit, StoredFile, commit_name, pack_commit
 from etude.weights.delta import KernelChoice, write_update
-from etude.weights.disk import DiskTensors, TensorSubset, num_bytes
+from etude.weights.disk import DiskTensors, TensorSubset
 from etude.weights.folders import ExistsError, Folder, MissingError, UnavailableError
 from etude.weights.lease import WriterLease
 from etude.weights.store import FILES, WANTED, Pins, WeightStore
@@ -55,12 +54,8 @@ class Publication:
     """Whether it gets a full snapshot in addition to the delta."""
 
 
-@dataclass(frozen=True, slots=True)
-class Uploaded:
-    """The update files of a version that one process has uploaded."""
-
-    delta: tuple[StoredFile, ...]
-    full: tuple[StoredFile, ...]
+Uploaded = Mapping[str, Sequence[StoredFile]]
+"""The update files of a version that one process has uploaded: `delta` and `full`."""
 
 
 def upload(
@@ -73,14 +68,11 @@ def upload(
 ) -> Uploaded:
     """Writes the update files of `target`, which are invisible before the commit. `base`: the last committed
     version, if any. `process`: rank among the publishing processes. Raises StoreError."""
-    delta: list[StoredFile] = []
-    full: list[StoredFile] = []
-    kinds: list[tuple[str, Mapping[str, Tensor] | None, list[StoredFile]]] = []
-    if base is not None:
-        kinds.append(("delta", base, delta))
+    uploaded: dict[str, list[StoredFile]] = {"delta": [], "full": []}
+    bases: dict[str, Mapping[str, Tensor] | None] = {} if base is None else {"delta": base}
     if base is None or publication.with_snapshot:
-        kinds.append(("full", None, full))
-    for kind, own_base, uploaded in kinds:
+        bases["full"] = None
+    for kind, own_base in bases.items():
         for index, names in enumerate(_shards(target, options.shard_bytes)):
             stream = io.BytesIO()
             own = None if own_base is None else TensorSubset(own_base, names)
@@ -91,44 +83,33 @@ def upload(
             data = stream.getvalue()
             name = f"{publication.directory}/{kind}-{process:04d}-{index:05d}.etude"
             folder.write(name, data)
-            uploaded.append(StoredFile(name, len(data), blake3(data).hexdigest()))
+            uploaded[kind].append(StoredFile(name, len(data), blake3(data).hexdigest()))
             if isinstance(target, DiskTensors):
                 del stream, data
                 return_free_memory()
-    return Uploaded(tuple(delta), tuple(full))
+    return uploaded
 
 
 class StoreWriter:
     """The single writer of a store. Not thread-safe."""
 
-    def __init__(self, store: WeightStore, options: WriterOptions | None = None) -> None:
+    def __init__(self, store: WeightStore, options: WriterOptions) -> None:
         """Raises StoreError while another writer is alive, or if the store cannot be written."""
         self._store = store
-        self._options = options or WriterOptions()
-        self._lease = WriterLease(store.folder, self._options.lease_s)
+        self._options = options
+        self._lease = WriterLease(store.folder, options.lease_s)
         self._pins = Pins(store.folder)
         try:
             self._remove_orphans()
             self.next_sequence = store.newest_sequence() + 1
         except BaseException:
             with contextlib.suppress(StoreError):  # the first error counts
-                self._lease.release()
+                self._lease.close()
             raise
-
-    @property
-    def folder(self) -> Folder:
-        """The store's folder."""
-        return self._store.folder
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """Releases the lease. Idempotent."""
-        self._lease.release()
+        self._lease.close()
 
     def begin(self) -> Publication:
         """Begins a publication: its number, directory and kinds of files. Raises StoreError."""
@@ -150,8 +131,7 @@ class StoreWriter:
         Raises StoreError; then the version does not exist, unless the outcome is unknown (UnavailableError),
         in which case its number is not reused.
         """
-        delta = tuple(file for part in files for file in part.delta)
-        full = tuple(file for part in files for file in part.full)
+        delta, full = (tuple(file for part in files for file in part[kind]) for kind in ("delta", "full"))
         commit = Commit(publication.sequence, version, base, delta, full)
         self._lease.check()
         try:
@@ -226,9 +206,11 @@ class StoreWriter:
 def _shards(tensors: Mapping[str, Tensor], shard_bytes: int) -> Iterator[list[str]]:
     """Groups names, in order, into shards of at most `shard_bytes` (or one tensor); for tensors on disk,
     which serve to save memory, also of at most a 64th of the total."""
-    sizes = {name: num_bytes(tensors, name) for name in sorted(tensors)}
     if isinstance(tensors, DiskTensors):
+        sizes = {name: tensors.num_bytes(name) for name in sorted(tensors)}
         shard_bytes = min(shard_bytes, max(_LEAST_SHARD_BYTES, sum(sizes.values()) // 64))
+    else:
+        sizes = {name: tensors[name].nbytes for name in sorted(tensors)}
     names: list[str] = []
     size = 0
     for name, own in sizes.items():

@@ -138,11 +138,11 @@ def whole_weights(ranks: MeshRanks) -> tuple[bool, bool, list[np.ndarray], list[
     model, plain, other = model_of(0), model_of(0), model_of(5)
     ranks.place(model)
     scores = score_sequences(model, [random_tokens(20, 3)])
-    collected = ranks.whole_model(model, everywhere=True)
-    same = all(torch.equal(p, q) for p, q in zip(collected.parameters(), plain.parameters(), strict=True))
+    collected = ranks.whole_model(model)
+    same = not ranks.is_main or _are_equal(collected, plain)
     ranks.load_weights(model, dict(other.named_parameters()))
-    loaded = ranks.whole_model(model, everywhere=True)
-    replaced = all(torch.equal(p, q) for p, q in zip(loaded.parameters(), other.parameters(), strict=True))
+    loaded = ranks.whole_model(model)
+    replaced = not ranks.is_main or _are_equal(loaded, other)
     frozen = ranks.frozen_copy(model)
     assert not any(parameter.requires_grad for parameter in frozen.parameters())
     return same, replaced, scores, score_sequences(frozen, [random_tokens(20, 3)])
@@ -154,8 +154,13 @@ def next_token_weights(ranks: MeshRanks, steps: int) -> tuple[Gradients, list[fl
     ranks.place(model)
     trainer = next_token_trainer_of(model, ranks)
     losses = [trainer.step()["loss"] for _ in range(steps)]
-    whole = ranks.whole_model(model, everywhere=True)
-    return {name: p.detach().numpy().copy() for name, p in whole.named_parameters()}, losses
+    layout = ranks.layout(model)
+    whole = {name: layout.gather(name, part).numpy().copy() for name, part in layout.parts.items()}
+    return whole, losses
+
+
+def _are_equal(model: LanguageModel, other: LanguageModel) -> bool:
+    return all(torch.equal(p, q) for p, q in zip(model.parameters(), other.parameters(), strict=True))
 
 
 def next_token_trainer_of(model: LanguageModel, ranks: Ranks | None = None) -> NextTokenTrainer:

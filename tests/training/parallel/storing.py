@@ -81,10 +81,10 @@ def save(
 def go_on(ranks: Ranks, directory: Path, more: int = 0, dtype: Dtype = "float32") -> tuple[Values, Values]:
     """Restores into a model of other weights, and trains on: what was read, and what there is in the end."""
     trainer = trainer_on(ranks, 3, dtype)
-    stored = load_stored(directory, ranks.stored(trainer.model), {"trainer": trainer.state_dict()})
-    assert stored.model is not None and stored.state is not None
-    trainer.load_state_dict(stored.state["trainer"])
-    ranks.load_weights(trainer.model, stored.model.state_dict())
+    model, state = load_stored(directory, ranks.stored(trainer.model), {"trainer": trainer.state_dict()})
+    assert model is not None and state is not None
+    trainer.load_state_dict(state["trainer"])
+    ranks.load_weights(trainer.model, model.state_dict())
     read = values_of(ranks, trainer)
     for _ in range(more):
         trainer.step()

@@ -13,7 +13,8 @@ import pytest
 from etude.config.parallel import ParallelConfig
 from etude.errors import CheckpointError
 from etude.observe import MemorySink, SilentObserver
-from etude.training.checkpoints import Flaw, find_flaws, find_resumable, load_checkpoint, read_state
+from etude.training.checkpoints import find_flaws, find_resumable, load_checkpoint, read_state
+from etude.training.checkpoints.files import Flaw
 from etude.training.checkpoints.history import History
 from etude.training.checkpoints.shards import num_writers
 from etude.training.parallel.ranks import SingleRank

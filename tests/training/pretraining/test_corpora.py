@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +23,7 @@ from etude.kit.leftovers import ScratchDirectory
 from etude.tokens.training import END_TOKEN
 from etude.training.pretraining.corpora import Corpus, open_corpus
 from etude.training.pretraining.infilling import Infilling
-from etude.training.pretraining.reading import ReadingReport, find_files
+from etude.training.pretraining.reading import find_files
 from etude.training.pretraining.sources import CorpusSource, InfillingShares
 from tests.training.pretraining.builders import TEXTS, make_corpus, tiny_tokenizer, write_jsonl
 
@@ -142,13 +143,13 @@ def test_compressed_files_are_read_frame_by_frame_to_their_end_or_refused(tmp_pa
     path = tmp_path / "a.jsonl.zst"
     path.write_bytes(frames)
     files = find_files("code", SourceConfig(path=str(path)))
-    assert list(files.read(ReadingReport())) == texts
+    assert list(files.read(Counter())) == texts
     path.write_bytes(frames[:-1000])
     with pytest.raises(ConfigError, match="is truncated"):
-        list(files.read(ReadingReport()))
+        list(files.read(Counter()))
     path.write_bytes(b"no frame of Zstandard's")
     with pytest.raises(ConfigError, match="damaged"):
-        list(files.read(ReadingReport()))
+        list(files.read(Counter()))
 
 
 @pytest.mark.parametrize("pattern", ["", "/etc/*.py"])

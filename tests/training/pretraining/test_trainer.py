@@ -8,7 +8,8 @@ import torch
 
 from etude.model import LanguageModel
 from etude.model.scoring import score_sequences
-from etude.training import Document, ShuffledDocuments, evaluate_loss
+from etude.training import Document, ShuffledDocuments
+from etude.training.pretraining.trainer import evaluate_loss
 from tests.model.builders import random_tokens, small_model
 from tests.training.builders import midtrain_config, midtrain_documents, next_token_trainer
 

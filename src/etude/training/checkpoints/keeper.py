@@ -127,20 +127,17 @@ class CheckpointKeeper:
         self._finish()
         self._step = int(state.get("step", 0))
         if self._settings.asynchronous:
-            copied = copy_model(model) if model is not None else None
-            self._writing = self._pool.submit(self._write, copied, copy_state(state), write_more)
-        else:
-            self._writing = self._pool.submit(self._write, model, state, write_more)
+            model, state = None if model is None else copy_model(model), copy_state(state)
+        self._writing = self._pool.submit(self._write, model, state, write_more)
+        if not self._settings.asynchronous:
             self._writing.exception()  # waits; `_finish` raises it
         self._saved_at = time.monotonic()
         self._blocked_s = self._saved_at - began
 
-    def write(
-        self, directory: Path, model: AnyModel | ModelShards | None, state: Mapping[str, Any] | None = None
-    ) -> None:
+    def write(self, directory: Path, model: AnyModel | ModelShards | None, state: Mapping[str, Any]) -> None:
         """`save` as a WriteCheckpoint, for a trainer that assembles its own state."""
         assert directory == self._latest, "the newest checkpoint has one place"
-        self.save(model, state or {})
+        self.save(model, state)
 
     def flush(self) -> None:
         """Waits for the save in flight and raises its error: ResourceError if the disk was full."""
@@ -190,14 +187,14 @@ class FollowerWriter:
         self._writing: Future[None] | None = None
 
     def __call__(
-        self, directory: Path, model: AnyModel | ModelShards | None, state: Mapping[str, Any] | None = None
+        self, directory: Path, model: AnyModel | ModelShards | None, state: Mapping[str, Any]
     ) -> None:
         writing, self._writing = self._writing, None
         if writing is not None:
             with contextlib.suppress(ResourceError):
                 writing.result()
         if self._asynchronous:
-            model, state = copy_model(model) if model is not None else None, copy_state(state or {})
+            model, state = None if model is None else copy_model(model), copy_state(state)
         self._writing = self._pool.submit(save_checkpoint, directory, model, state)
         if not self._asynchronous:
             self._writing.exception()  # waits

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -45,27 +44,11 @@ STATE = "state.pt"
 _CONFIG = "config.json"
 _MODEL_KEY, _STATE_KEY = "model", "state"
 _WriteMore = Callable[[Path], object]
-
-
-class WriteCheckpoint(Protocol):
-    """Writes a checkpoint, synchronously or not: `save_checkpoint`, or `CheckpointKeeper.write`."""
-
-    def __call__(
-        self,
-        directory: Path,
-        model: AnyModel | ModelShards | None,
-        state: Mapping[str, Any] | None = None,
-    ) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class StoredCheckpoint:
-    """The contents of a checkpoint."""
-
-    model: AnyModel | ModelShards | None
-    """None for a checkpoint of adapters, whose base model is stored separately."""
-    state: dict[str, Any] | None
-    """Tensors and plain values, if training can resume from it."""
+WriteCheckpoint = Callable[[Path, AnyModel | ModelShards | None, Mapping[str, Any]], None]
+"""Writes a checkpoint, synchronously or not: `save_checkpoint`, or `CheckpointKeeper.write`."""
+StoredCheckpoint = tuple[AnyModel | ModelShards | None, dict[str, Any] | None]
+"""The contents of a checkpoint: the model, unless it holds adapters alone; tensors and plain values, if
+training can resume from it."""
 
 
 def save_checkpoint(
@@ -128,17 +111,13 @@ def _save_shards(
             commit(directory, retire)
 
     try:
-        run_on_all_ranks(group, prepare if is_first else _do_nothing)
+        run_on_all_ranks(group, prepare if is_first else lambda: None)
         digests = write_shards(partial, shards, group)
-        run_on_all_ranks(group, (lambda: finish(digests)) if is_first else _do_nothing)
+        run_on_all_ranks(group, lambda: finish(digests) if is_first else None)
     except BaseException:
         if is_first:
             shutil.rmtree(partial, ignore_errors=True)
         raise
-
-
-def _do_nothing() -> None:
-    """The action of the other ranks while the first one works."""
 
 
 def _write_rest(partial: Path, state: Mapping[str, Any] | None, write_more: _WriteMore | None) -> None:
@@ -161,16 +140,16 @@ def has_checkpoint(directory: Path) -> bool:
 def load_checkpoint(directory: Path) -> tuple[AnyModel, dict[str, Any] | None]:
     """The model and the state of a checkpoint, unsharded. Raises CheckpointError if a file is missing or
     damaged, or if it holds no model."""
-    stored = load_stored(directory)
-    if stored.model is None:
+    model, state = load_stored(directory)
+    if model is None:
         raise CheckpointError(
             "holds adapters only",
             field="checkpoint",
             received=str(directory),
             fix="etude checkpoint export merges them with the model that they were trained on",
         )
-    assert not isinstance(stored.model, ModelShards)
-    return stored.model, stored.state
+    assert not isinstance(model, ModelShards)
+    return model, state
 
 
 def load_state(directory: Path) -> dict[str, Any] | None:
@@ -196,12 +175,11 @@ def load_stored(
     in another shape or type, come without values, on the device `meta`. An error on any rank is raised on
     all. With `like`, also raises CheckpointError if the model is of another architecture.
     """
-    shards = like if isinstance(like, ModelShards) else None
-    if shards is None:
-        recover_directory(directory)
-        check_whole(directory)
-        return _load_whole(directory, like)
-    return _load_parts(directory, shards, state_like or {})
+    if isinstance(like, ModelShards):
+        return _load_parts(directory, like, state_like or {})
+    recover_directory(directory)
+    check_whole(directory)
+    return _load_whole(directory, like)
 
 
 def _load_parts(directory: Path, like: ModelShards, state_like: Mapping[str, Any]) -> StoredCheckpoint:
@@ -218,9 +196,9 @@ def _load_parts(directory: Path, like: ModelShards, state_like: Mapping[str, Any
     wanted, _ = split_shards({_MODEL_KEY: like.weights, _STATE_KEY: state_like})
     weights, state = _read_split(directory, read_state(directory), wanted, group)
     if not weights:
-        return StoredCheckpoint(None, state)
+        return None, state
     fields = read_fields(directory / _CONFIG)
-    return StoredCheckpoint(ModelShards(fields.config, fields.vocab_size, weights, group), state)
+    return ModelShards(fields.config, fields.vocab_size, weights, group), state
 
 
 def _load_whole(directory: Path, like: AnyModel | ModelShards | None) -> StoredCheckpoint:
@@ -233,7 +211,7 @@ def _load_whole(directory: Path, like: AnyModel | ModelShards | None) -> StoredC
         model = load_any_model(directory)
     if model is not None and like is not None:
         _check_architecture(model.config, model.vocab_size, like)
-    return StoredCheckpoint(model, state)
+    return model, state
 
 
 def _check_shards(directory: Path, like: ModelShards) -> None:

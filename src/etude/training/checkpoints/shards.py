@@ -105,15 +105,21 @@ def run_on_all_ranks(group: dist.ProcessGroup, act: Callable[[], T]) -> list[T]:
         outcome = None, error
     except Exception as error:  # other ranks may be unable to unpickle it, so only its text is sent
         outcome = None, StoreError(f"failed on rank {group.rank()}: {error!r}", field="checkpoint")
-    outcomes: list[Any] = [None] * group.size()
-    try:
-        dist.all_gather_object(outcomes, outcome, group=group)
-    except (RuntimeError, ConnectionError) as error:
-        raise lost_rank(error) from error
+    outcomes = gather_objects(outcome, group)
     for _, error in outcomes:
         if error is not None:
             raise error
     return [value for value, _ in outcomes]
+
+
+def gather_objects(value: Any, group: dist.ProcessGroup) -> list[Any]:
+    """The values of all ranks of a group, on each of them. Collective. Raises RankError if one is lost."""
+    gathered: list[Any] = [None] * group.size()
+    try:
+        dist.all_gather_object(gathered, value, group=group)
+    except (RuntimeError, ConnectionError) as error:
+        raise lost_rank(error) from error
+    return gathered
 
 
 def has_shards(directory: Path) -> bool:
@@ -126,10 +132,10 @@ def num_writers(directory: Path) -> int:
     return len({file.name.split("-")[1] for file in (directory / SHARDS).glob("shard-*")})
 
 
-def lost_rank(error: Exception) -> RankError:
-    """The RankError for a collective call that failed with `error`."""
+def lost_rank(cause: object) -> RankError:
+    """The error for a collective call that failed, and why."""
     return RankError(
-        f"a rank has ended or is too late: {error}",
-        field="checkpoint",
-        fix="continue from the last checkpoint with --resume",
+        f"a rank has ended or is too late: {cause}",
+        field="parallel",
+        fix="see its messages above, then continue from the last checkpoint with --resume",
     )

@@ -11,6 +11,7 @@ from etude.training.optimizer.rounding import Rounding
 from etude.training.parallel.layout import Layout
 from etude.training.threads import map_in_order
 
+_MOMENTUM = 0.95
 _NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 _NEWTON_SCHULZ_STEPS = 5
 _VALUES_AT_ONCE = 1 << 17
@@ -25,15 +26,10 @@ class Muon:
     """
 
     def __init__(
-        self,
-        layout: Layout,
-        names: Sequence[str],
-        momentum: float = 0.95,
-        state_dtype: torch.dtype = torch.float32,
+        self, layout: Layout, names: Sequence[str], state_dtype: torch.dtype = torch.float32
     ) -> None:
         """`names`: the parameters to update, of two dimensions, or three if they are stacked matrices."""
         self._layout = layout
-        self._momentum = momentum
         self._by_shape: dict[tuple[int, ...], list[str]] = {}
         for name in names:
             self._by_shape.setdefault(tuple(layout.shapes[name][-2:]), []).append(name)
@@ -75,20 +71,20 @@ class Muon:
             gradient = torch.zeros_like(buffer)
         gradient = gradient.float()
         if buffer.dtype == torch.float32:
-            buffer.lerp_(gradient, 1 - self._momentum)
-            return gradient.lerp(buffer, self._momentum)
-        mean = buffer.float().lerp_(gradient, 1 - self._momentum)
+            buffer.lerp_(gradient, 1 - _MOMENTUM)
+            return gradient.lerp(buffer, _MOMENTUM)
+        mean = buffer.float().lerp_(gradient, 1 - _MOMENTUM)
         rounding.store(name, buffer, mean)
-        return gradient.lerp(mean, self._momentum)
+        return gradient.lerp(mean, _MOMENTUM)
 
 
-def orthogonalise(matrices: Tensor, steps: int = _NEWTON_SCHULZ_STEPS) -> Tensor:
+def orthogonalise(matrices: Tensor) -> Tensor:
     """matrices [B, m, n] -> nearly orthogonal matrices with the same singular vectors."""
     a, b, c = _NEWTON_SCHULZ
     tall = matrices.shape[-2] > matrices.shape[-1]
     x = matrices.transpose(-1, -2) if tall else matrices
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
-    for _ in range(steps):
+    for _ in range(_NEWTON_SCHULZ_STEPS):
         gram = x @ x.transpose(-1, -2)
         polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
         x = torch.baddbmm(x, polynomial, x, beta=a)

@@ -22,28 +22,19 @@ class OffloadedStates:
         self._away: dict[int, Tensor] = {}
         """Values in host memory, by the id() of the tensor."""
 
-    @property
-    def device_bytes(self) -> int:
-        """Memory that the tensors occupy on their device."""
-        return sum(tensor.untyped_storage().nbytes() for tensor in self._tensors)
-
     def offload(self) -> None:
         """Moves the values to host memory and frees the device's. Idempotent."""
-        if len(self._away) == len(self._tensors):
-            return
-        for tensor in self._tensors:
-            if id(tensor) not in self._away:
+        if here := [tensor for tensor in self._tensors if id(tensor) not in self._away]:
+            for tensor in here:
                 self._offload(tensor)
-        self._settle()
+            self._settle()
 
     def fetch(self) -> None:
         """Moves the values back to the device. Idempotent. Raises torch.OutOfMemoryError."""
-        if not self._away:
-            return
-        for tensor in self._tensors:
-            if id(tensor) in self._away:
+        if away := [tensor for tensor in self._tensors if id(tensor) in self._away]:
+            for tensor in away:
                 self._fetch(tensor)
-        self._settle()
+            self._settle()
 
     def values(self, tensor: Tensor) -> Tensor:
         """The tensor that currently holds the values of `tensor`, to be read or written."""
@@ -63,6 +54,6 @@ class OffloadedStates:
 
     def _settle(self) -> None:
         """Waits for the copies, and returns unused memory to the device."""
-        if self._tensors and self._tensors[0].is_cuda:
+        if self._tensors[0].is_cuda:
             torch.cuda.synchronize(self._tensors[0].device)
             torch.cuda.empty_cache()

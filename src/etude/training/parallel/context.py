@@ -73,14 +73,11 @@ def piece_rows(pieces: Sequence[Piece]) -> Tensor:
 class ContextParallelOps(WrappedOps):
     """Ops whose `split_rows` divides a batch's rows among ranks; other operations are `inner`'s."""
 
-    def __init__(
-        self, inner: Ops, group: Group, num_moe_layers: int, min_piece: int = MIN_PIECE_TOKENS
-    ) -> None:
+    def __init__(self, inner: Ops, group: Group, num_moe_layers: int) -> None:
         """`num_moe_layers`: number of layers that route; the last computes the wanted rows only."""
         super().__init__(inner)
         self._group = group
         self._num_moe_layers = num_moe_layers
-        self._min_piece = min_piece
 
     @property
     def cuts_rows(self) -> bool:
@@ -93,7 +90,7 @@ class ContextParallelOps(WrappedOps):
         compute: Callable[[PackedRows], tuple[Tensor, Tensor]],
     ) -> tuple[Tensor, Tensor]:
         """See Ops. Collective, also in the backward pass."""
-        pieces = cut_pieces(tuple(lengths), group_size(self._group), self._min_piece)
+        pieces = cut_pieces(tuple(lengths), group_size(self._group))
         split = _Split(pieces, rows.wanted, len(rows.tokens), self._group)
         statistics = None if rows.statistics is None else RouterStatistics([], [])
         own = replace(

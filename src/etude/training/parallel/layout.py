@@ -8,40 +8,38 @@ their position in the whole tensor, so that any other number of ranks can load t
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 
-class Layout(Protocol):
-    """The sharding of one model's parameters, which are identified by their names in the model."""
+class Layout:
+    """The sharding of one model's parameters, which are identified by their names in the model. This class:
+    that of an unsharded model; `MeshLayout`: over several ranks."""
 
-    @property
-    def parts(self) -> Mapping[str, Tensor]:
+    def __init__(self, model: nn.Module) -> None:
+        self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.parts: Mapping[str, Tensor] = {name: p.data for name, p in self._parameters.items()}
         """The trainable parameters' parts in this process: plain tensors that share the model's memory."""
-        ...
-
-    @property
-    def shapes(self) -> Mapping[str, torch.Size]:
+        self.shapes: Mapping[str, torch.Size] = {name: p.shape for name, p in self._parameters.items()}
         """The trainable parameters' unsharded shapes."""
-        ...
 
     def part_index(self, name: str) -> int:
         """Index of this process' part of the parameter `name`: equal on processes that hold the same part."""
-        ...
+        return 0
 
     def gradients(self) -> dict[str, Tensor | None]:
         """The gradients of `parts`, sharing memory with the model's; None for a part without one."""
-        ...
+        return {name: parameter.grad for name, parameter in self._parameters.items()}
 
     def clear_gradients(self) -> None:
         """Sets all gradients to None."""
-        ...
+        for parameter in self._parameters.values():
+            parameter.grad = None
 
     def clip_norm(self, max_norm: float) -> float:
         """Clips the gradients to a global norm of `max_norm`; returns the norm before clipping."""
-        ...
+        return float(nn.utils.clip_grad_norm_(self._parameters.values(), max_norm, foreach=True))
 
     def map_matrices(
         self, names: Sequence[str], parts: Sequence[Tensor], function: Callable[[Tensor], Tensor]
@@ -49,59 +47,22 @@ class Layout(Protocol):
         """Applies `function` ([B, m, n] -> [B, m, n]) to the whole matrices of which `parts` are parts.
 
         `parts[i]` is shaped like this process' part of the parameter `names[i]`, [m, n] or [B, m, n]; so is
-        the result. All of one call have the same unsharded m and n.
+        the result. All of one call have the same unsharded m and n. They are one batch: for small matrices,
+        launching an operation costs more than its arithmetic.
         """
-        ...
+        return batched(parts, function)
 
     def stored(self, name: str, part: Tensor) -> Tensor:
         """A tensor shaped like this process' part of the parameter `name` -> a tensor for a checkpoint, with
         its position in the whole; shares memory with `part` if possible."""
-        ...
+        return part
 
     def gather(self, name: str, part: Tensor) -> Tensor:
         """A tensor shaped like this process' part of the parameter `name` -> the whole one."""
-        ...
+        return part
 
     def cut(self, name: str, whole: Tensor) -> Tensor:
         """A whole tensor shaped like the parameter `name`, or one from `stored` -> this process' part."""
-        ...
-
-
-class WholeLayout:
-    """The layout of an unsharded model. Implements Layout."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self.parts: Mapping[str, Tensor] = {name: p.data for name, p in self._parameters.items()}
-        self.shapes: Mapping[str, torch.Size] = {name: p.shape for name, p in self._parameters.items()}
-
-    def part_index(self, name: str) -> int:
-        return 0
-
-    def gradients(self) -> dict[str, Tensor | None]:
-        return {name: parameter.grad for name, parameter in self._parameters.items()}
-
-    def clear_gradients(self) -> None:
-        for parameter in self._parameters.values():
-            parameter.grad = None
-
-    def clip_norm(self, max_norm: float) -> float:
-        return float(nn.utils.clip_grad_norm_(self._parameters.values(), max_norm, foreach=True))
-
-    def map_matrices(
-        self, names: Sequence[str], parts: Sequence[Tensor], function: Callable[[Tensor], Tensor]
-    ) -> list[Tensor]:
-        """See Layout. `function` is applied to all matrices in one batch: for small ones, launching an
-        operation costs more than its arithmetic."""
-        return batched(parts, function)
-
-    def stored(self, name: str, part: Tensor) -> Tensor:
-        return part
-
-    def gather(self, name: str, part: Tensor) -> Tensor:
-        return part
-
-    def cut(self, name: str, whole: Tensor) -> Tensor:
         return whole
 
 

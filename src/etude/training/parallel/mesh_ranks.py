@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from etude.errors import ConfigError, RankError
+from etude.errors import ConfigError
 from etude.model import LanguageModel
 from etude.model.huggingface.part_reader import PartReader
-from etude.training.checkpoints.shards import ModelShards, run_on_all_ranks
+from etude.training.checkpoints.shards import ModelShards, gather_objects, run_on_all_ranks
 from etude.training.parallel.collectives import sum_in_order
 from etude.training.parallel.layout import Layout
 from etude.training.parallel.mesh import Mesh
@@ -35,20 +35,11 @@ class RankPeers:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
-        self.rank, self.size = group.rank(), group.size()
+        self.rank = group.rank()
 
     def exchange(self, value: Any) -> list[Any]:
         """See Peers. Raises RankError if a rank is lost."""
-        gathered: list[Any] = [None] * self.size
-        try:
-            dist.all_gather_object(gathered, value, group=self._group)
-        except (RuntimeError, ConnectionError) as error:
-            raise RankError(
-                f"a rank has ended while weights were published: {error}",
-                field="parallel",
-                fix="see its messages above, then continue from the last checkpoint with --resume",
-            ) from error
-        return gathered
+        return gather_objects(value, self._group)
 
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
@@ -95,19 +86,17 @@ class MeshRanks:
         sum_gradients(model, self._mesh)
 
     @torch.no_grad()
-    def whole_model(self, model: ModelT, *, everywhere: bool = False) -> ModelT:
-        """See Ranks. The copy is in host memory, and only on the first rank, unless `everywhere`; on other
-        ranks it has no storage."""
+    def whole_model(self, model: ModelT) -> ModelT:
+        """See Ranks. The copy is in host memory."""
         assert isinstance(model, LanguageModel)
         release(model)
         places = Places(model, self._mesh)
         with torch.device("meta"):
             whole = LanguageModel(model.config, model.vocab_size)
         weights: dict[str, Tensor] = {n: b.to("cpu", copy=True) for n, b in model.named_buffers()}
-        parts = dict(model.named_parameters())
-        for name, parameter in parts.items():
+        for name, parameter in model.named_parameters():
             gathered = places.whole(name, local_part(parameter.data))
-            if everywhere or self.is_main:
+            if self.is_main:
                 kept = gathered.to("cpu", copy=True)
                 weights[name] = nn.Parameter(kept, requires_grad=parameter.requires_grad)
         for name, tensor in weights.items():

@@ -21,7 +21,7 @@ from typing import Protocol, TypeVar
 from torch import Tensor, nn
 
 from etude.training.checkpoints.shards import ModelShards
-from etude.training.parallel.layout import Layout, WholeLayout
+from etude.training.parallel.layout import Layout
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
@@ -42,11 +42,6 @@ class Ranks(Protocol):
 
     Ranks that train on the same sequences (context and tensor parallelism) count as one here.
     """
-
-    @property
-    def rank(self) -> int:
-        """Rank among those that train on different data."""
-        ...
 
     @property
     def world_size(self) -> int:
@@ -103,7 +98,6 @@ class Ranks(Protocol):
 class SingleRank:
     """Training by one process, without sharding. Implements Ranks."""
 
-    rank = 0
     world_size = 1
     is_main = True
 
@@ -114,7 +108,7 @@ class SingleRank:
         return tensor
 
     def layout(self, model: nn.Module) -> Layout:
-        return WholeLayout(model)
+        return Layout(model)
 
     def reduce_gradients(self, model: nn.Module) -> None:
         """See Ranks."""

@@ -7,7 +7,7 @@ afterwards. Gradients are summed along FSDP in each backward pass, and along all
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -28,6 +28,7 @@ from etude.training.parallel.context import ContextParallelOps
 from etude.training.parallel.cuts import is_seen_in_parts
 from etude.training.parallel.division import check_division
 from etude.training.parallel.experts import ExpertParallelOps
+from etude.training.parallel.layout import Layout
 from etude.training.parallel.matrices import map_matrices
 from etude.training.parallel.mesh import Mesh
 from etude.training.parallel.places import Places, is_expert_weight, local_part
@@ -130,39 +131,30 @@ def _shard(model: LanguageModel, mesh: Mesh) -> None:
             module.set_custom_reduce_scatter(cast(Any, OrderedReduceScatter()))
 
 
-class MeshLayout:
-    """The layout of a sharded model. Implements Layout; all methods but `parts`, `part_index`, `gradients`
-    and `clear_gradients` are collective."""
+class MeshLayout(Layout):
+    """The layout of a sharded model. All methods but `part_index`, `gradients` and `clear_gradients` are
+    collective."""
 
     def __init__(self, model: nn.Module, mesh: Mesh) -> None:
         self._mesh = mesh
         self._places = Places(model, mesh)
         release(model)
-        self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self.parts: Mapping[str, Tensor] = {n: local_part(p.data) for n, p in self._parameters.items()}
-        self.shapes: Mapping[str, torch.Size] = {
-            n: self._places.shape(n, p) for n, p in self._parameters.items()
-        }
+        super().__init__(model)
+        self.parts = {name: local_part(part) for name, part in self.parts.items()}
+        self.shapes = {name: self._places.shape(name, p) for name, p in self._parameters.items()}
 
     def part_index(self, name: str) -> int:
         return self._places.index_along(*self._places.axes(name))[1]
 
     def gradients(self) -> dict[str, Tensor | None]:
-        return {
-            name: None if parameter.grad is None else local_part(parameter.grad)
-            for name, parameter in self._parameters.items()
-        }
-
-    def clear_gradients(self) -> None:
-        for parameter in self._parameters.values():
-            parameter.grad = None
+        return {name: g if g is None else local_part(g) for name, g in super().gradients().items()}
 
     def clip_norm(self, max_norm: float) -> float:
         """See Layout. Without sharding, the result is bitwise that of one process."""
         sizes = self._mesh.sizes
         gradients = {name: g for name, g in self.gradients().items() if g is not None}
         if sizes["fsdp"] == sizes["expert"] == sizes["tensor"] == 1:
-            return float(nn.utils.clip_grad_norm_(self._parameters.values(), max_norm, foreach=True))
+            return super().clip_norm(max_norm)
         device = next(iter(gradients.values())).device if gradients else None
         squares = {
             axes: torch.zeros(1, dtype=torch.float64, device=device)

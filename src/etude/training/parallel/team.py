@@ -24,7 +24,6 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
@@ -37,6 +36,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from etude.config.parallel import ParallelConfig
 from etude.errors import ConfigError, EtudeError, RankError
+from etude.training.checkpoints.shards import lost_rank
 from etude.training.parallel.mesh import Mesh
 
 T = TypeVar("T")
@@ -58,13 +58,9 @@ Factory = Callable[..., T]
 """Called on every rank with its MeshRanks and the team's arguments."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Command:
-    """A call for every rank. `function` is passed the rank's object, or, to make that, its MeshRanks."""
-
-    function: Callable[..., Any]
-    arguments: tuple[Any, ...]
-    makes: bool
+_Command = tuple[Callable[..., Any], tuple[Any, ...], bool]
+"""A function for every rank to call, its arguments, and whether it makes the rank's object: it is passed the
+object, or, to make that, the MeshRanks."""
 
 
 class _Member(Generic[T]):
@@ -81,7 +77,9 @@ class _Member(Generic[T]):
         self.config = config
         self.rank = rank
         self.store = PrefixStore("team", store)
-        self._assemble(processes)
+        self.store.set(f"here/{rank}", "")
+        for other in range(config.ranks):  # with a timeout longer than a step's, since imports take long
+            self.wait_for(f"here/{other}", other, _START_S, processes)
         timeout = timedelta(seconds=config.timeout_s)
         store.set_timeout(timeout)
         backend = "gloo"
@@ -102,12 +100,6 @@ class _Member(Generic[T]):
         self.instance: T | None = None
         self.number = 0
 
-    def _assemble(self, processes: Sequence[BaseProcess]) -> None:
-        """Waits until all ranks are up, with a timeout longer than a step's, since imports take long."""
-        self.store.set(f"here/{self.rank}", "")
-        for rank in range(self.config.ranks):
-            self.wait_for(f"here/{rank}", rank, _START_S, processes)
-
     def announce(self, what: str) -> None:
         """Announces the lead's next action to the others. The keys of the command before the last are
         deleted: all ranks have reported on the last one since, so none reads them any more."""
@@ -119,10 +111,11 @@ class _Member(Generic[T]):
 
     def run(self, command: _Command) -> Any:
         """Executes the command and reports its outcome to the other ranks."""
+        function, arguments, makes = command
         outcome = pickle.dumps(RankError("ended in the middle of a step", field=f"rank {self.rank}"))
         try:
-            result = command.function(self.ranks if command.makes else self.instance, *command.arguments)
-            if command.makes:
+            result = function(self.ranks if makes else self.instance, *arguments)
+            if makes:
                 self.instance = result
             outcome = _OK
         except Exception as error:
@@ -219,14 +212,14 @@ class Team(Generic[T]):
 
         `factory` must be importable, the arguments picklable. Raises what every rank raises, or RankError.
         """
-        return self._call(_Command(factory, arguments, makes=True))
+        return self._call((factory, arguments, True))
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Calls `function(object, *arguments)` on every rank; returns the lead's result.
 
         `function` must be importable (as a class's method is). Raises as `make`.
         """
-        return self._call(_Command(function, arguments, makes=False))
+        return self._call((function, arguments, False))
 
     def close(self) -> None:
         """Ends the other ranks. Idempotent."""
@@ -347,12 +340,7 @@ def _group_errors(processes: Sequence[BaseProcess]) -> Iterator[None]:
     except (RuntimeError, ConnectionError) as error:
         if isinstance(error, EtudeError) or not _is_network(error):
             raise
-        dead = _dead(processes, within_s=_DEATH_S)
-        raise RankError(
-            f"a rank has ended or is too late: {dead or error}",
-            field="parallel",
-            fix="see its messages above, then continue from the last checkpoint with --resume",
-        ) from error
+        raise lost_rank(_dead(processes, within_s=_DEATH_S) or error) from error
 
 
 def _is_network(error: Exception) -> bool:

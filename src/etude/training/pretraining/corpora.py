@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +29,7 @@ from etude.errors import ConfigError
 from etude.kit.durable import DRAFTS, whole_directory, write_json
 from etude.kit.leftovers import sweep
 from etude.tokens.tokenizer import Tokenizer
-from etude.training.pretraining.reading import Raw, ReadingReport, SourceFiles
+from etude.training.pretraining.reading import Raw, SourceFiles
 
 _FORMAT = 1
 _BATCH_DOCUMENTS = 256
@@ -89,7 +90,10 @@ def open_corpus(files: SourceFiles, tokenizer: Tokenizer, end_token: int | None,
     key = (_FORMAT, files.identity, files.format, files.column, tokenizer.digest, end_token)
     directory = cache / f"{files.name}-{blake3(repr(key).encode()).hexdigest(length=12)}"
     if not directory.exists():
-        _write(files, tokenizer, end_token, directory)
+        cache.mkdir(parents=True, exist_ok=True)
+        sweep(cache, DRAFTS)
+        with whole_directory(directory, keep=directory.exists) as draft:  # another process may be quicker
+            write_json(draft / "corpus.json", _write_arrays(files, tokenizer, end_token, draft))
     return _open(files.name, directory)
 
 
@@ -111,25 +115,16 @@ def _open(name: str, directory: Path) -> Corpus:
     return Corpus(name, tokens, ends, hashes, about["digest"], about["skipped"], about["is_text"])
 
 
-def _write(files: SourceFiles, tokenizer: Tokenizer, end_token: int | None, directory: Path) -> None:
-    cache = directory.parent
-    cache.mkdir(parents=True, exist_ok=True)
-    sweep(cache, DRAFTS)
-    with whole_directory(directory, keep=directory.exists) as draft:  # another process may be quicker
-        about = _write_arrays(files, tokenizer, end_token, draft)
-        write_json(draft / "corpus.json", about)
-
-
 def _write_arrays(
     files: SourceFiles, tokenizer: Tokenizer, end_token: int | None, directory: Path
 ) -> dict[str, Any]:
     dtype = "uint16" if tokenizer.vocab_size <= 1 << 16 else "int32"
-    report, hasher = ReadingReport(), blake3()
+    skipped, hasher = Counter[str](), blake3()
     lengths: list[int] = []
     hashes: list[int] = []
     texts = 0
     with (directory / "tokens.bin").open("wb") as file:
-        for raw, tokens in _tokenise(files.read(report), tokenizer, end_token):
+        for raw, tokens in _tokenise(files.read(skipped), tokenizer, end_token):
             texts += isinstance(raw, str)
             if not isinstance(raw, str) and not (tokens.min() >= 0 and tokens.max() < tokenizer.vocab_size):
                 raise ConfigError(
@@ -147,7 +142,7 @@ def _write_arrays(
         raise ConfigError(
             "has no documents",
             field=f"source {files.name}",
-            received=report.skipped or "empty files",
+            received=dict(skipped) or "empty files",
             fix="name another path or column",
         )
     ends = np.cumsum(lengths, dtype=np.int64)
@@ -162,7 +157,7 @@ def _write_arrays(
         "num_documents": len(lengths),
         "num_tokens": int(ends[-1]),
         "is_text": texts == len(lengths),
-        "skipped": report.skipped,
+        "skipped": dict(skipped),
         "digest": hasher.hexdigest(),
     }
 

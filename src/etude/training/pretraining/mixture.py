@@ -14,6 +14,7 @@ be saved with every checkpoint, and determines exactly which tokens were trained
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -163,10 +164,8 @@ class Mixture:
             name, seen = reading.source.name, self.seen_tokens(reading.source.name)
             offered = np.unique(reading.source.pieces(self._window)[:, 0])
             times = seen[offered] // (reading.source.lengths[offered] - 1)
-            counts = dict(
-                zip(*(values.tolist() for values in np.unique(times, return_counts=True)), strict=True)
-            )
-            found[name] = SourceAccount(len(offered), int(seen.sum()), reading.epochs, counts)
+            counts = sorted(Counter(times.tolist()).items())
+            found[name] = SourceAccount(len(offered), int(seen.sum()), reading.epochs, dict(counts))
         return found
 
     def state_dict(self) -> dict[str, Any]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import importlib
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -25,18 +26,6 @@ _ROWS = 1024
 _CHUNK_BYTES = 1 << 16
 
 
-@dataclass(slots=True)
-class ReadingReport:
-    """Counts of skipped documents."""
-
-    skipped: dict[str, int] = field(default_factory=dict[str, int])
-    """By reason: `not UTF-8`, `empty`."""
-
-    def skip(self, reason: str) -> None:
-        """Counts one skipped document."""
-        self.skipped[reason] = self.skipped.get(reason, 0) + 1
-
-
 @dataclass(frozen=True, slots=True)
 class SourceFiles:
     """The files of a source, in a fixed order, and how they are read."""
@@ -53,16 +42,16 @@ class SourceFiles:
         files = [path for root in self.paths for path in _files_below(root)]
         return [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
 
-    def read(self, report: ReadingReport) -> Iterator[Raw]:
-        """Yields every document, in order; skipped ones are counted in `report`.
+    def read(self, skipped: Counter[str]) -> Iterator[Raw]:
+        """Yields every document, in order; others are counted in `skipped` by reason: `not UTF-8`, `empty`.
 
         Raises ConfigError for columns that are missing or hold other data, and for damaged files.
         """
         reader = {"jsonl": _read_jsonl, "parquet": _read_parquet, "lance": _read_lance, "files": _read_text}
         for path in self.paths:
-            for raw in reader[self.format](self, path, report):
+            for raw in reader[self.format](self, path, skipped):
                 if not len(raw):
-                    report.skip("empty")
+                    skipped["empty"] += 1
                     continue
                 yield raw
 
@@ -129,14 +118,14 @@ def _files_below(path: Path) -> list[Path]:
     return sorted(inner for inner in path.rglob("*") if inner.is_file()) if path.is_dir() else [path]
 
 
-def _read_text(source: SourceFiles, path: Path, report: ReadingReport) -> Iterator[str]:
+def _read_text(source: SourceFiles, path: Path, skipped: Counter[str]) -> Iterator[str]:
     try:
         yield path.read_bytes().decode("utf-8")
     except UnicodeDecodeError:
-        report.skip("not UTF-8")
+        skipped["not UTF-8"] += 1
 
 
-def _read_jsonl(source: SourceFiles, path: Path, report: ReadingReport) -> Iterator[Raw]:
+def _read_jsonl(source: SourceFiles, path: Path, skipped: Counter[str]) -> Iterator[Raw]:
     with path.open("rb") as file:
         lines = _decompressed_lines(source, path, file) if path.suffix == ".zst" else file
         for number, line in enumerate(lines, start=1):
@@ -145,7 +134,7 @@ def _read_jsonl(source: SourceFiles, path: Path, report: ReadingReport) -> Itera
             try:
                 row = json.loads(line.decode("utf-8"))
             except UnicodeDecodeError:
-                report.skip("not UTF-8")
+                skipped["not UTF-8"] += 1
                 continue
             except (ValueError, RecursionError) as error:
                 raise source.problem(
@@ -156,7 +145,7 @@ def _read_jsonl(source: SourceFiles, path: Path, report: ReadingReport) -> Itera
                 raise source.problem(
                     f"line {number} has no {source.column!r}", path, known, "set column to the document's key"
                 )
-            yield _document(source, path, row[source.column], report)
+            yield _document(source, path, row[source.column], skipped)
 
 
 def _decompressed_lines(source: SourceFiles, path: Path, file: BinaryIO) -> Iterator[bytes]:
@@ -177,7 +166,7 @@ def _decompressed_lines(source: SourceFiles, path: Path, file: BinaryIO) -> Iter
     yield rest
 
 
-def _read_parquet(source: SourceFiles, path: Path, report: ReadingReport) -> Iterator[Raw]:
+def _read_parquet(source: SourceFiles, path: Path, skipped: Counter[str]) -> Iterator[Raw]:
     parquet = importlib.import_module("pyarrow.parquet")
     arrow = importlib.import_module("pyarrow")
     try:
@@ -185,12 +174,12 @@ def _read_parquet(source: SourceFiles, path: Path, report: ReadingReport) -> Ite
             _check_column(source, path, file.schema_arrow.names)
             for batch in file.iter_batches(batch_size=_ROWS, columns=[source.column]):
                 for value in batch.column(0).to_pylist():
-                    yield _document(source, path, value, report)
+                    yield _document(source, path, value, skipped)
     except (arrow.ArrowException, OSError) as error:
         raise source.problem(f"is not Parquet: {error}", path, None, "write the file again") from error
 
 
-def _read_lance(source: SourceFiles, path: Path, report: ReadingReport) -> Iterator[Raw]:
+def _read_lance(source: SourceFiles, path: Path, skipped: Counter[str]) -> Iterator[Raw]:
     try:
         lance = importlib.import_module("lance")
     except ImportError as error:
@@ -205,7 +194,7 @@ def _read_lance(source: SourceFiles, path: Path, report: ReadingReport) -> Itera
         _check_column(source, path, dataset.schema.names)
         for batch in dataset.to_batches(columns=[source.column], batch_size=_ROWS):
             for value in batch.column(0).to_pylist():
-                yield _document(source, path, value, report)
+                yield _document(source, path, value, skipped)
     except (ValueError, OSError) as error:  # what pylance raises for files that are missing or damaged
         raise source.problem(f"is not a Lance data set: {error}", path, None, "write it again") from error
 
@@ -217,7 +206,7 @@ def _check_column(source: SourceFiles, path: Path, names: Sequence[str]) -> None
         )
 
 
-def _document(source: SourceFiles, path: Path, value: Any, report: ReadingReport) -> Raw:
+def _document(source: SourceFiles, path: Path, value: Any, skipped: Counter[str]) -> Raw:
     """A text or token ids; empty for a null."""
     if value is None:
         return ""
@@ -227,7 +216,7 @@ def _document(source: SourceFiles, path: Path, value: Any, report: ReadingReport
         try:
             return value.decode("utf-8")
         except UnicodeDecodeError:
-            report.skip("not UTF-8")
+            skipped["not UTF-8"] += 1
             return ""
     if isinstance(value, list) and not value:
         return ""

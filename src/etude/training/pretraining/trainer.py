@@ -29,7 +29,7 @@ from etude.training.pretraining.documents import Batches, Document
 from etude.training.pretraining.drafts import DraftLoss, hidden_and_logprobs
 from etude.training.threads import add_gradients, count_batches, map_in_order, share_threads, splits_batches
 
-EVALUATED_TOKENS = 16_384
+_EVALUATED_TOKENS = 16_384
 """Tokens computed at once when no gradient is needed."""
 
 
@@ -152,17 +152,19 @@ class NextTokenTrainer:
         if config is not None:
             self.set_context(with_context_of(before, config))
         try:
-            stored = load_stored(directory, self._ranks.stored(self.model), {"trainer": self.state_dict()})
+            model, state = load_stored(
+                directory, self._ranks.stored(self.model), {"trainer": self.state_dict()}
+            )
         except CheckpointError:
             if config is not None:
                 self.set_context(before)
             raise
-        if stored.model is None or stored.state is None or "trainer" not in stored.state:
+        if model is None or state is None or "trainer" not in state:
             raise CheckpointError("has no training state", field="checkpoint", received=str(directory))
-        self.load_state_dict(stored.state["trainer"])
-        self._ranks.load_weights(self.model, stored.model.state_dict())
+        self.load_state_dict(state["trainer"])
+        self._ranks.load_weights(self.model, model.state_dict())
         if self.drafts is not None:
-            self.drafts.layers.load_state_dict(stored.state["drafts"])
+            self.drafts.layers.load_state_dict(state["drafts"])
 
     def state_dict(self) -> dict[str, Any]:
         """The state without the weights, from which `load_state_dict` resumes exactly."""
@@ -232,20 +234,15 @@ def _multiply_in(number_format: Literal["float32", "bfloat16"]) -> Iterator[None
         torch.set_float32_matmul_precision(before)
 
 
-def evaluate_loss(
-    model: LanguageModel,
-    documents: Sequence[Document],
-    max_tokens: int = EVALUATED_TOKENS,
-    ranks: Ranks | None = None,
-) -> float:
-    """Mean loss in nats per agent token, computed up to `max_tokens` at once; NaN if there are none.
+def evaluate_loss(model: LanguageModel, documents: Sequence[Document], ranks: Ranks | None = None) -> float:
+    """Mean loss in nats per agent token; NaN if there are none.
 
     With several `ranks`, all call it together and each computes its share.
     """
     ranks = ranks or SingleRank()
     documents = [document for document in documents if document.agent[1:].any()]
     lengths = [len(document.tokens) for document in documents]
-    shares = ranks.share(pack_sequences(lengths, max_tokens, ranks.world_size))
+    shares = ranks.share(pack_sequences(lengths, _EVALUATED_TOKENS, ranks.world_size))
 
     @torch.no_grad()  # each thread has a mode of its own
     def compute(share: Share) -> Tensor:

@@ -21,7 +21,7 @@ from etude.weights.delta.classes import MAX_CLASSES, Words, choose_classes
 from etude.weights.delta.kernels import Changes, Coded, DeltaKernels, Positions, Starts, Tables
 from etude.weights.delta.symbols import Values
 from etude.weights.delta.tables import Table, counted_table, gap_table, read_table
-from etude.weights.delta.variable import Reader, Writer
+from etude.weights.delta.variable import Reader, pack_number
 from etude.weights.delta.words import WordLayout
 
 SAME, DELTA, WHOLE, OVERWRITE = range(4)
@@ -42,7 +42,7 @@ def encode_chunk(
     `overwrite`: only kinds that may be applied twice.
     """
     if base is None:
-        return _whole(target)
+        return bytes([WHOLE]) + _pack_planes(target)
     changes = kernels.scan(base, target, layout)
     if not len(changes):
         return bytes([SAME])
@@ -52,7 +52,7 @@ def encode_chunk(
         chunk = _delta(base, changes, layout, kernels)
     if len(chunk) * _WORTH_TRYING <= target.nbytes:
         return chunk
-    return min(chunk, _whole(target), key=len)
+    return min(chunk, bytes([WHOLE]) + _pack_planes(target), key=len)
 
 
 def decode_chunk(
@@ -86,15 +86,8 @@ def _delta(base: Words, changes: Changes, layout: WordLayout, kernels: DeltaKern
     groups = _groups(numbers)
     gaps = kernels.count(values[: len(changes)], groups[: len(groups) // 2 + 1])
     tables = [*map(gap_table, gaps), *map(counted_table, differences[numbers > 0])]
-    writer = Writer()
-    writer.byte(DELTA)
-    writer.byte(len(thresholds))
-    for exponent in thresholds[1:]:
-        writer.byte(exponent)
-    for number in numbers:
-        writer.number(int(number))
-    _write_values(writer, values, groups, tables, kernels)
-    return writer.finish()
+    head = bytes([DELTA, len(thresholds), *thresholds[1:]]) + b"".join(map(pack_number, numbers.tolist()))
+    return head + _pack_values(values, groups, tables, kernels)
 
 
 def _apply_delta(
@@ -114,12 +107,8 @@ def _apply_delta(
 def _overwrite(target: Words, positions: Positions, kernels: DeltaKernels) -> bytes:
     gaps = np.diff(positions.astype(np.int64), prepend=-1) - 1
     values, starts = gaps.astype(np.uint32), _starts(np.array([len(gaps)]))
-    writer = Writer()
-    writer.byte(OVERWRITE)
-    writer.number(len(gaps))
-    _write_values(writer, values, starts, [gap_table(kernels.count(values, starts)[0])], kernels)
-    _write_planes(writer, target[positions])
-    return writer.finish()
+    coded = _pack_values(values, starts, [gap_table(kernels.count(values, starts)[0])], kernels)
+    return bytes([OVERWRITE]) + pack_number(len(gaps)) + coded + _pack_planes(target[positions])
 
 
 def _apply_overwrite(reader: Reader, base: Words, target: Words, kernels: DeltaKernels) -> None:
@@ -134,18 +123,10 @@ def _apply_overwrite(reader: Reader, base: Words, target: Words, kernels: DeltaK
     target[positions] = words
 
 
-def _whole(target: Words) -> bytes:
-    writer = Writer()
-    writer.byte(WHOLE)
-    _write_planes(writer, target)
-    return writer.finish()
-
-
-def _write_planes(writer: Writer, words: Words) -> None:
-    for plane in words.view(np.uint8).reshape(-1, words.itemsize).T:
-        packed = zstandard.compress(np.ascontiguousarray(plane).data, _ZSTD_LEVEL)
-        writer.number(len(packed))
-        writer.raw(packed)
+def _pack_planes(words: Words) -> bytes:
+    planes = words.view(np.uint8).reshape(-1, words.itemsize).T
+    packed = [zstandard.compress(np.ascontiguousarray(plane).data, _ZSTD_LEVEL) for plane in planes]
+    return b"".join(pack_number(len(plane)) + plane for plane in packed)
 
 
 def _read_planes(reader: Reader, count: int, size: int) -> Words:
@@ -161,22 +142,17 @@ def _read_planes(reader: Reader, count: int, size: int) -> Words:
     return np.ascontiguousarray(planes.T).reshape(-1).view(f"u{size}")
 
 
-def _write_values(
-    writer: Writer, values: Values, starts: Starts, tables: list[Table], kernels: DeltaKernels
-) -> None:
-    for table in tables:
-        table.write(writer)
+def _pack_values(values: Values, starts: Starts, tables: list[Table], kernels: DeltaKernels) -> bytes:
     coded = kernels.encode(values, starts, _stack(tables), _num_lanes(len(values)))
-    writer.raw(coded.states.astype("<u4", copy=False).data.cast("B"))
-    for part in (coded.words.astype("<u2", copy=False), coded.bits):
-        writer.number(part.nbytes)
-        writer.raw(part.data.cast("B"))
+    words, bits = coded.words.astype("<u2", copy=False).tobytes(), coded.bits.tobytes()
+    parts = (coded.states.astype("<u4", copy=False).tobytes(), pack_number(len(words)), words)
+    return b"".join((*(table.pack() for table in tables), *parts, pack_number(len(bits)), bits))
 
 
 def _read_values(reader: Reader, starts: Starts, kernels: DeltaKernels) -> Values:
     tables = _stack([read_table(reader) for _ in range(len(starts) - 1)])
     states = np.frombuffer(reader.raw(4 * _num_lanes(int(starts[-1]))), "<u4")
-    words = np.frombuffer(_aligned(reader.raw(reader.number())), "<u2")
+    words = np.frombuffer(reader.raw(reader.number()), "<u2")
     bits = np.frombuffer(reader.raw(reader.number()), np.uint8)
     return kernels.decode(Coded(states, words, bits), starts, tables)
 
@@ -205,8 +181,3 @@ def _stack(tables: list[Table]) -> Tables:
 def _num_lanes(num_values: int) -> int:
     """The number of lanes, a power of two. Lanes are coded independently, and each costs a few bytes."""
     return min(_MAX_LANES, 1 << max(num_values // _VALUES_PER_LANE, 1).bit_length() - 1)
-
-
-def _aligned(data: memoryview) -> bytes:
-    """A copy, since words must be read at even addresses."""
-    return bytes(data)

@@ -49,12 +49,9 @@ def choose_classes(words: Words, layout: WordLayout, changes: Counts) -> list[in
         del starts[right]
         sums, symbols, costs = (_without(array, right) for array in (sums, symbols, costs))
         joined = _without(joined, left)
-        near = slice(max(left - 1, 0), left + 1)
-        after = slice(near.start + 1, near.stop + 1)
-        pairs = min(near.stop, len(starts) - 1) - near.start
-        if pairs > 0:
-            near, after = slice(near.start, near.start + pairs), slice(after.start, after.start + pairs)
-            joined[near] = _cost(sums[near] + sums[after], symbols[near] + symbols[after])
+        first, end = max(left - 1, 0), min(left + 1, len(starts) - 1)  # neighbours whose join has changed
+        near, after = slice(first, end), slice(first + 1, end + 1)
+        joined[near] = _cost(sums[near] + sums[after], symbols[near] + symbols[after])
     return starts
 
 

@@ -26,6 +26,8 @@ _END = b"ETUDEEND"
 _LENGTH_BYTES, _HASH_BYTES = 8, 32
 _TRAILER_BYTES = _LENGTH_BYTES + _HASH_BYTES + len(_END)
 _MOST_MANIFEST_BYTES = 1 << 31
+_DAMAGE = (ValueError, KeyError, TypeError, AttributeError, OverflowError, zstandard.ZstdError)
+"""What reading damaged bytes raises."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +81,7 @@ def read_update(update: bytes | memoryview) -> tuple[UpdateManifest, list[memory
                 raise ValueError(f"the hash of {entry.name} does not match")
         if at != end:
             raise ValueError("the frames do not fill the update")
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, zstandard.ZstdError) as error:
+    except _DAMAGE as error:
         raise damaged(str(error)) from error
     return manifest, frames
 
@@ -88,7 +90,7 @@ def read_update_manifest(update: bytes | memoryview) -> UpdateManifest:
     """Reads only the manifest, checked against its hash. Raises WeightUpdateError."""
     try:
         return _read_manifest(memoryview(update).cast("B"))[0]
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, zstandard.ZstdError) as error:
+    except _DAMAGE as error:
         raise damaged(str(error)) from error
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from etude.weights.delta.symbols import LAST_SYMBOL, NUM_SYMBOLS, Counts, least_of
-from etude.weights.delta.variable import Reader, Writer
+from etude.weights.delta.variable import Reader, pack_number
 
 SCALE_BITS = 12
 SCALE = 1 << SCALE_BITS
@@ -38,21 +38,16 @@ class Table:
     level: int | None
     """Parameter of a geometric distribution; None if the frequencies are written explicitly."""
 
-    def write(self, writer: Writer) -> None:
-        """Writes the shortest encoding."""
+    def pack(self) -> bytes:
+        """The shortest encoding."""
         last = int(np.flatnonzero(self.frequencies)[-1])
         if self.level is not None:
-            writer.byte(1 + self.level)
-            writer.byte(last)
-            return
-        writer.byte(_EXPLICIT)
-        writer.byte(last)
-        for frequency in self.frequencies[: last + 1]:
-            writer.number(int(frequency))
+            return bytes([1 + self.level, last])
+        return bytes([_EXPLICIT, last]) + b"".join(map(pack_number, self.frequencies[: last + 1].tolist()))
 
 
 def read_table(reader: Reader) -> Table:
-    """The reverse of `Table.write`. Raises ValueError for malformed tables."""
+    """The reverse of `Table.pack`. Raises ValueError for malformed tables."""
     kind, last = reader.byte(), reader.byte()
     if kind > NUM_LEVELS or last > LAST_SYMBOL:
         raise ValueError("no such table")

@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import BinaryIO, Literal, TypeVar
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from etude.errors import ResourceError, WeightUpdateError
@@ -31,8 +30,8 @@ from etude.weights.delta.kernels import DeltaKernels
 from etude.weights.delta.native import NativeKernels
 from etude.weights.delta.variable import Reader, pack_number
 from etude.weights.delta.vectorised import VectorisedKernels
-from etude.weights.delta.words import layout_of
-from etude.weights.manifest import bytes_of, describe_tensor, digest_entries, dtype_name, hash_tensor
+from etude.weights.delta.words import WordLayout, layout_of
+from etude.weights.manifest import bytes_of, describe_tensor, digest_entries, hash_tensor, make_tensor
 
 KernelChoice = Literal["auto", "native", "numpy"]
 """`auto`: native code if a C compiler is found, else numpy. Both write the same bytes."""
@@ -150,7 +149,7 @@ def apply_update(
     def decode(item: tuple[TensorEntry, memoryview]) -> Tensor:
         entry, frame = item
         before = held.get(entry.name)
-        target = _make_tensor(entry, spare.get(entry.name))
+        target = make_tensor(entry, spare.get(entry.name))
         try:
             _decode_tensor(frame, before, target, chosen)
         except ValueError as error:
@@ -167,53 +166,31 @@ def _encode_tensor(
     base: Tensor | None, target: Tensor, kernels: DeltaKernels, *, overwrite: bool
 ) -> list[bytes]:
     """The frame of a tensor, in pieces."""
-    if base is not None and (base.dtype != target.dtype or base.shape != target.shape):
-        base = None
-    layout, after = layout_of(target.dtype), _words(target)
-    before = None if base is None else _words(base)
+    layout = layout_of(target.dtype)
     chunks: list[bytes] = []
-    for part in _parts(after):
-        own = None if before is None else before[part]
-        chunk = encode_chunk(own, after[part], layout, kernels, overwrite=overwrite)
+    for before, after in _parts(base, target, layout):
+        chunk = encode_chunk(before, after, layout, kernels, overwrite=overwrite)
         chunks += [pack_number(len(chunk)), chunk]
     return chunks
 
 
 def _decode_tensor(frame: memoryview, base: Tensor | None, target: Tensor, kernels: DeltaKernels) -> None:
-    if base is not None and (base.dtype != target.dtype or base.shape != target.shape):
-        base = None
-    layout, after = layout_of(target.dtype), _words(target)
-    before = None if base is None else _words(base)
-    reader = Reader(frame)
-    for part in _parts(after):
-        own = None if before is None else before[part]
-        decode_chunk(reader.raw(reader.number()), own, after[part], layout, kernels)
+    layout, reader = layout_of(target.dtype), Reader(frame)
+    for before, after in _parts(base, target, layout):
+        decode_chunk(reader.raw(reader.number()), before, after, layout, kernels)
     if reader.left:
         raise ValueError("bytes are left over")
 
 
-def _parts(words: Words) -> Iterator[slice]:
-    for start in range(0, len(words), CHUNK_WORDS):
-        yield slice(start, start + CHUNK_WORDS)
-
-
-def _words(tensor: Tensor) -> Words:
-    return bytes_of(tensor).view(np.dtype(f"u{layout_of(tensor.dtype).size_bytes}"))
-
-
-def _make_tensor(entry: TensorEntry, spare: Tensor | None) -> Tensor:
-    """`spare` if it fits, else a new tensor."""
-    dtype = getattr(torch, entry.dtype, None)
-    if not isinstance(dtype, torch.dtype):
-        raise WeightUpdateError("unknown type of numbers", field=entry.name, received=entry.dtype)
-    if (
-        spare is not None
-        and (dtype_name(spare.dtype), tuple(spare.shape)) == (entry.dtype, entry.shape)
-        and spare.is_contiguous()
-        and spare.device.type == "cpu"
-    ):
-        return spare
-    return torch.empty(entry.shape, dtype=dtype)
+def _parts(base: Tensor | None, target: Tensor, layout: WordLayout) -> Iterator[tuple[Words | None, Words]]:
+    """The words of each chunk of both tensors; None for a base of another type or shape."""
+    if base is not None and (base.dtype, base.shape) != (target.dtype, target.shape):
+        base = None
+    kind = np.dtype(f"u{layout.size_bytes}")
+    before, after = None if base is None else bytes_of(base).view(kind), bytes_of(target).view(kind)
+    for start in range(0, len(after), CHUNK_WORDS):
+        part = slice(start, start + CHUNK_WORDS)
+        yield None if before is None else before[part], after[part]
 
 
 def _mismatch(

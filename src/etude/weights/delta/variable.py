@@ -1,4 +1,4 @@
-"""Sequential writer and reader of bytes and variable-length numbers (LEB128)."""
+"""Bytes and variable-length numbers (LEB128), one after another."""
 
 from __future__ import annotations
 
@@ -13,31 +13,8 @@ def pack_number(value: int) -> bytes:
     return bytes(packed)
 
 
-class Writer:
-    """Collects bytes."""
-
-    def __init__(self) -> None:
-        self._parts = bytearray()
-
-    def byte(self, value: int) -> None:
-        """One byte."""
-        self._parts.append(value)
-
-    def number(self, value: int) -> None:
-        """See `pack_number`."""
-        self._parts += pack_number(value)
-
-    def raw(self, data: bytes | memoryview) -> None:
-        """Appends bytes, whose number the reader must know."""
-        self._parts += data
-
-    def finish(self) -> bytes:
-        """All bytes written."""
-        return bytes(self._parts)
-
-
 class Reader:
-    """Reads the output of a Writer. Raises ValueError if bytes are missing."""
+    """Reads bytes and numbers in their order. Raises ValueError if bytes are missing."""
 
     def __init__(self, data: memoryview) -> None:
         """`data`: bytes, format `B`."""
@@ -54,6 +31,7 @@ class Reader:
         return self.raw(1)[0]
 
     def number(self) -> int:
+        """See `pack_number`."""
         value = shift = 0
         while True:
             byte = self.byte()
