@@ -201,7 +201,7 @@ def new_services(
     snapshot_every: int = 0,
     life_s: float | None = None,
 ) -> SessionServices:
-    """A SessionServices for a server or a probe, with the tools, index and MCP servers of `agent`."""
+    """The SessionServices of a server or a probe, with the tools, index and MCP servers of `agent`."""
     from etude.agent import agent_registry
     from etude.agent.index.opening import new_indexes
     from etude.environment.verdicts import Grader, SessionServices

@@ -70,7 +70,7 @@ class HarnessEnvironment(Environment):
         self._places = asyncio.Semaphore(harness.max_running)
 
     async def play(self, request: EpisodeRequest, sampler: Sampler) -> ForkedEpisode:
-        """See EpisodeRunner.play; sampling parameters are the order's, whatever the agent requests."""
+        """See EpisodeRunner.play; sampling parameters are the request's, whatever the agent requests."""
         assert request.plan is None, "sessions of a foreign agent cannot be forked"
 
         async def attempt(unused: AgentSession, number: int) -> ForkedEpisode:
