@@ -151,5 +151,7 @@ class BorrowedEngine(LoanHandle):
     def _usage(self, now: Mapping[str, float]) -> Usage:
         done = {name: value - self._before.get(name, 0) for name, value in now.items()}
         counters = {f.name: int(done.get(f.name, 0)) for f in fields(EngineCounters)}
-        times = {name: done.get(name, 0.0) for name in ("step_s", "waiting_s", "swap_s", "stage_s")}
+        times: dict[str, Any] = {
+            name: done.get(name, 0.0) for name in ("step_s", "waiting_s", "swap_s", "stage_s")
+        }
         return Usage(EngineCounters(**counters), ServiceTimes(**times))
