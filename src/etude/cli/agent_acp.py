@@ -13,7 +13,7 @@ import re
 import select
 import shlex
 import sys
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -370,7 +370,7 @@ class EditorAgent:
             opening = open_conversation(folder, tree, policy, backend, face, mode, around, self._max_turns)
             session.conversation = conversation = await opened.enter_async_context(opening)
             session.updates = Updates(disk.root, lambda: conversation.state.todos)
-            await opened.enter_async_context(_pumping(session))
+            opened.push_async_callback(end_tasks, asyncio.create_task(session.send_all()))
             await self._stack.enter_async_context(opened.pop_all())
         self._sessions[session.id] = session
         commands = AvailableCommandsUpdate(
@@ -424,15 +424,6 @@ def _named(uri: str, root: Path) -> str:
     """Name of a resource for the agent: for a file of the directory, its relative path."""
     path = unquote(uri.removeprefix("file://"))
     return path.removeprefix(f"{root}/")
-
-
-@contextlib.asynccontextmanager
-async def _pumping(session: _OpenSession) -> AsyncIterator[None]:
-    pump = asyncio.create_task(session.send_all())
-    try:
-        yield
-    finally:
-        await end_tasks(pump)
 
 
 @contextlib.contextmanager

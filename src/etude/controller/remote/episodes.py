@@ -116,9 +116,7 @@ class RemoteEpisodes(EpisodeRunner):
                 await asyncio.gather(*(self._cancel(handle, ticket, tally) for ticket, tally in running))
             if worker.tallies:
                 await worker.idle.wait()
-            if (handle := worker.supervisor.handle) is not None:
-                with contextlib.suppress(PartLostError):  # then its last report counts
-                    worker.times = latest_times(worker.times, (await handle.call(RolloutPart.pulse)).times)
+            await self._fetch_last_times(worker)
         finally:
             await self._end(worker)
         return worker.num_cancelled
@@ -212,6 +210,12 @@ class RemoteEpisodes(EpisodeRunner):
             unpack_trajectory(bundle).store_blobs(self._keep_routes) for bundle in done.bundles
         )
         return ForkedEpisode(first, tuple(siblings), done.origin, done.refused)
+
+    async def _fetch_last_times(self, worker: _Worker) -> None:
+        """Fetches the final times of a leaving worker."""
+        if (handle := worker.supervisor.handle) is not None:
+            with contextlib.suppress(PartLostError):  # then its last report counts
+                worker.times = latest_times(worker.times, (await handle.call(RolloutPart.pulse)).times)
 
     # ---- processes ------------------------------------------------------------------------------
 
