@@ -30,6 +30,7 @@ T = TypeVar("T")
 
 PARITY_KIND = "parity"
 KIND = "publication"
+_COUNTED = "publication_s", "publications_failed", "parity_missed"
 
 _AGAIN = Backoff(base_s=0.5, factor=4.0, attempts=3)
 """Between attempts to publish."""
@@ -80,7 +81,7 @@ class Publication:
         self._served: PolicyVersion | None = None
         self._unmeasured = 0
         """Number of publications in a row that the gate missed, up to the one in service."""
-        self._counted = dict.fromkeys(("publication_s", "publications_failed", "parity_missed"), 0.0)
+        self._counted: dict[str, float] = dict.fromkeys(_COUNTED, 0.0)
         """Metrics since the last `pop_metrics`."""
 
     async def publish(self, step: int) -> None:
