@@ -80,7 +80,8 @@ class Publication:
         self._served: PolicyVersion | None = None
         self._unmeasured = 0
         """Number of publications in a row that the gate missed, up to the one in service."""
-        self._counted = dict.fromkeys(("publication_s", "publications_failed", "parity_missed"), 0.0)
+        names = ("publication_s", "publications_failed", "parity_missed")
+        self._counted: dict[str, float] = dict.fromkeys(names, 0.0)
         """Metrics since the last `pop_metrics`."""
 
     async def publish(self, step: int) -> None:
