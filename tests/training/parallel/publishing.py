@@ -75,7 +75,7 @@ def last_rank_dies(ranks: MeshRanks, directory: str) -> None:
     """The last rank ends in the middle of the second publication; the others must notice."""
     model = model_of(0)
     ranks.place(model)
-    dies = ranks.peers.rank == ranks.peers.size - 1
+    dies = ranks.peers.rank == ranks.world_size - 1
     folder = (_DeadlyFolder if dies else DirectoryFolder)(Path(directory))
     publisher = StoreWeights(WeightStore(folder), _OPTIONS, peers=ranks.peers)
     for step in range(2):
