@@ -146,24 +146,29 @@ class DirectoryFolder:
     def _put(self, name: str, write: Callable[[Path], None]) -> None:
         """Writes a file in its directory; retries if the directory was concurrently removed as empty."""
 
-        path = self._root / name
-
         def put() -> None:
+            path = self._make_parent(name)
             with _named(str(path)):
-                try:
-                    path.parent.mkdir(parents=True, exist_ok=True)
-                except (FileExistsError, NotADirectoryError) as error:
-                    raise StoreError(
-                        "is a file, not a directory",
-                        field="weights.url",
-                        received=str(path.parent),
-                        fix="name a directory",
-                    ) from error
-                except FileNotFoundError as error:  # a file system without mkdir, such as /proc
-                    raise _denied(str(path.parent)) from error
                 write(path)
 
         retry(put, MissingError, _AT_ONCE)
+
+    def _make_parent(self, name: str) -> Path:
+        """The path of a name, whose parent directory is created."""
+        path = self._root / name
+        with _named(str(path)):
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+            except (FileExistsError, NotADirectoryError) as error:
+                raise StoreError(
+                    "is a file, not a directory",
+                    field="weights.url",
+                    received=str(path.parent),
+                    fix="name a directory",
+                ) from error
+            except FileNotFoundError as error:  # a file system without mkdir, such as /proc
+                raise _denied(str(path.parent)) from error
+        return path
 
 
 class FsspecFolder:
