@@ -71,7 +71,7 @@ class CountingEmbedder:
 
 
 def semantic_figures(num_functions: int = NUM_FUNCTIONS, num_questions: int = NUM_QUESTIONS) -> Figures:
-    """All figures; takes minutes, on one thread. Raises EmbedderMissingError without the extra `index`."""
+    """All figures; takes minutes, on one thread. Raises ConfigError without the extra `index`."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
