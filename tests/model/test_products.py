@@ -47,6 +47,21 @@ def test_a_product_is_that_in_float64(
     torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5 * depth**0.5)
 
 
+def test_factors_to_be_rounded_are_multiplied_by_pytorch_also_where_ours_is_faster(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(training, "_outruns_mkl", lambda: True)
+    found: list[bool] = []
+    before = torch.get_float32_matmul_precision()
+    try:
+        for precision in ("highest", "medium"):
+            torch.set_float32_matmul_precision(precision)
+            found.append(training.multiplies(torch.ones(1)))
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert found == [True, False]
+
+
 @needs_native
 def test_neither_threads_nor_other_rows_change_a_bit() -> None:
     a, b = _matrix(301, 600, False, 0), _matrix(600, 130, True, 1)

@@ -74,8 +74,13 @@ def computes(*inputs: Tensor) -> bool:
 
 
 def multiplies(*inputs: Tensor) -> bool:
-    """Whether `multiply` supports these inputs, and is faster than PyTorch."""
-    return all(is_plain(x) for x in inputs) and _outruns_mkl()
+    """Whether `multiply` supports these inputs and is faster than PyTorch, which alone rounds factors to
+    bfloat16 where it is told to."""
+    return (
+        all(is_plain(x) for x in inputs)
+        and _outruns_mkl()
+        and torch.get_float32_matmul_precision() != "medium"
+    )
 
 
 def multiply(a: Tensor, b: Tensor, out: Tensor, *, add: bool = False, as_engine: bool = False) -> Tensor:
