@@ -6,7 +6,7 @@ on the other rows nor on the number of threads. Backward passes are those of the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any, Literal, cast
 
@@ -23,6 +23,8 @@ from etude.model.experts import mix_by_expert
 from etude.model.kernels.native import calls, load_library
 from etude.model.logprobs import head_logprobs
 from etude.model.ops import Ops
+
+_RowFunction = Callable[[Tensor, int], Tensor]
 
 
 class InvariantOps(Ops):
@@ -60,9 +62,7 @@ class InvariantOps(Ops):
         return self.linear(x, weight)
 
     def activate(self, scores: Tensor, activation: Literal["softmax", "sigmoid"]) -> Tensor:
-        function = _Softmax if activation == "softmax" else _Sigmoid
-        _check(scores)
-        return cast(Tensor, function.apply(scores))
+        return _each_row(calls.softmax if activation == "softmax" else calls.sigmoid, scores)
 
     def gates(self, activated: Tensor, chosen: Tensor, normalise: bool, scale: float) -> Tensor:
         gates = activated.gather(-1, chosen)
@@ -81,8 +81,7 @@ class InvariantOps(Ops):
         return self.linear(hidden, head)
 
     def log_softmax(self, logits: Tensor) -> Tensor:
-        _check(logits)
-        return cast(Tensor, _LogSoftmax.apply(logits))
+        return _each_row(calls.log_softmax, logits)
 
     def logprobs(
         self, hidden: Tensor, head: Tensor, tokens: Tensor, temperature: float
@@ -125,55 +124,30 @@ def _begins(key: Tensor, value: Tensor) -> bool:
     return key.shape[1] == 1 and value.data_ptr() == key.data_ptr() and value.stride() == key.stride()
 
 
-class _Softmax(torch.autograd.Function):
-    """Softmax over the last dimension."""
+class _EachRow(torch.autograd.Function):
+    """A function of `calls` over the last dimension; its gradient is a function of its output."""
 
     @staticmethod
-    def forward(ctx: Any, scores: Tensor) -> Tensor:
-        out = calls.softmax(scores, torch.get_num_threads())
+    def forward(ctx: Any, x: Tensor, function: _RowFunction) -> Tensor:
+        ctx.function, out = function, function(x, torch.get_num_threads())
         ctx.save_for_backward(out)
         return out
 
     @staticmethod
-    def _backward(ctx: Any, gradient: Tensor) -> Tensor:
+    def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         (out,) = ctx.saved_tensors
-        return torch.ops.aten._softmax_backward_data(gradient, out, -1, out.dtype)
+        if ctx.function is calls.softmax:
+            return torch.ops.aten._softmax_backward_data(gradient, out, -1, out.dtype), None
+        if ctx.function is calls.sigmoid:
+            return torch.ops.aten.sigmoid_backward(gradient, out), None
+        return gradient - out.exp() * gradient.sum(-1, keepdim=True), None
 
     backward: Any = staticmethod(once_differentiable(_backward))
 
 
-class _Sigmoid(torch.autograd.Function):
-    """Sigmoid of each value."""
-
-    @staticmethod
-    def forward(ctx: Any, scores: Tensor) -> Tensor:
-        out = calls.sigmoid(scores, torch.get_num_threads())
-        ctx.save_for_backward(out)
-        return out
-
-    @staticmethod
-    def _backward(ctx: Any, gradient: Tensor) -> Tensor:
-        (out,) = ctx.saved_tensors
-        return torch.ops.aten.sigmoid_backward(gradient, out)
-
-    backward: Any = staticmethod(once_differentiable(_backward))
-
-
-class _LogSoftmax(torch.autograd.Function):
-    """Log-softmax over the last dimension."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor) -> Tensor:
-        out = calls.log_softmax(logits, torch.get_num_threads())
-        ctx.save_for_backward(out)
-        return out
-
-    @staticmethod
-    def _backward(ctx: Any, gradient: Tensor) -> Tensor:
-        (out,) = ctx.saved_tensors
-        return gradient - out.exp() * gradient.sum(-1, keepdim=True)
-
-    backward: Any = staticmethod(once_differentiable(_backward))
+def _each_row(function: _RowFunction, x: Tensor) -> Tensor:
+    _check(x)
+    return cast(Tensor, _EachRow.apply(x, function))
 
 
 def _check(*inputs: Tensor) -> None:
