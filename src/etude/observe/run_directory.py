@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import shutil
@@ -15,6 +14,7 @@ from etude.config import RunConfig, drop_key, dump_config, load_config, parse_co
 from etude.errors import EtudeError, ResourceError, RunDirectoryError
 from etude.kit.durable import DRAFTS, make_directory, warn_if_full, whole_directory, write_json, write_text
 from etude.kit.leftovers import sweep
+from etude.kit.locks import locked
 from etude.observe.machine import available_memory_bytes, commit, describe_machine, versions
 from etude.observe.metrics import JsonlSink
 
@@ -215,10 +215,10 @@ class RunDirectory:
 
         Raises RunDirectoryError if another process holds it.
         """
-        descriptor = os.open(self.lock_file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        try:
+        self.lock_file.touch(0o644)
+        with contextlib.ExitStack() as stack:
             try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                stack.enter_context(locked(self.lock_file, wait=False))
             except BlockingIOError:
                 raise RunDirectoryError(
                     "another process is writing this run",
@@ -227,8 +227,6 @@ class RunDirectory:
                     fix="wait until it ends, or train under another name with --name NAME",
                 ) from None
             yield
-        finally:
-            os.close(descriptor)
 
     def _fill(self, config: RunConfig) -> None:
         for directory in (self.trajectories, self.checkpoints, self.plots):
