@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from typing import Literal
 
@@ -260,25 +261,16 @@ class RunConfig(Section):
             )
         if self.executor == "ray" and self.engine.backend == "vllm":
             self._check_vllm_replicas()
-        if self.executor != "ray" and self.evaluation.every_steps:
-            raise ValueError(
-                'evaluation.every_steps: must be 0 without executor="ray", where evaluation has a process of '
-                f"its own, received {self.evaluation.every_steps}"
-            )
-        if self.executor != "ray" and self.cluster.workers:
-            raise ValueError(
-                'cluster.workers: must be 0 without executor="ray", where sessions are in the run\'s own '
-                f"process, received {self.cluster.workers}"
-            )
-        if self.rl.feedback.weight and self.parallel.context > 1:
-            raise ValueError(
-                "parallel.context: must be 1 with rl.feedback, whose sequences are not cut, received "
-                f"{self.parallel.context}"
-            )
-        if self.executor == "ray" and self.rl.stream.source:
-            raise ValueError(
-                'executor: must be "local" with rl.stream.source: recorded sessions are trained on in one '
-                f"process, received {self.executor!r}"
+        if self.rl.feedback.weight:
+            self._require("with rl.feedback, whose sequences are not cut", ("parallel.context", 1))
+        if self.rl.stream.source:
+            because = "with rl.stream.source: recorded sessions are trained on in one process"
+            self._require(because, ("executor", "local"))
+        if self.executor != "ray":
+            self._require(
+                'without executor="ray", where evaluation and sessions have processes of their own',
+                ("evaluation.every_steps", 0),
+                ("cluster.workers", 0),
             )
         if self.agent.max_message_tokens >= self.agent.max_tokens:
             raise ValueError(
@@ -346,14 +338,18 @@ class RunConfig(Section):
                     f"divide a replica over, received {gpus:g}; or leave it out"
                 )
 
+    def _require(self, because: str, *needed: tuple[str, object], fix: str = "") -> None:
+        """Raises ValueError for a field, such as `parallel.ranks`, that has another value than needed.
+        `because`: under which setting, from `with` on; `fix`: another way out."""
+        for field, value in needed:
+            received: object = functools.reduce(getattr, field.split("."), self)
+            if received != value:
+                raise ValueError(f"{field}: must be {value!r} {because}, received {received!r}{fix}")
+
     def _check_elastic(self) -> None:
-        for field, received, needed in (
-            ("engine.backend", self.engine.backend, "etude"),
-            ("rl.stream.source", self.rl.stream.source, ""),
-            ("colocated", self.colocated, False),
-        ):
-            if received != needed:
-                raise ValueError(f"{field}: must be {needed!r} with elastic.router, received {received!r}")
+        self._require(
+            "with elastic.router", ("engine.backend", "etude"), ("rl.stream.source", ""), ("colocated", False)
+        )
         if not self.weights.url:
             raise ValueError(
                 "weights.url: must name a store with elastic.router, from which borrowed replicas take the "
@@ -361,25 +357,19 @@ class RunConfig(Section):
             )
 
     def _check_colocated(self) -> None:
-        for field, received, needed in (
-            ("executor", self.executor, "local"),
-            ("engine.backend", self.engine.backend, "etude"),
-            ("parallel.ranks", self.parallel.ranks, 1),
-            ("rl.max_staleness", self.rl.max_staleness, 0),
-        ):
-            if received != needed:
-                raise ValueError(
-                    f"{field}: must be {needed!r} with colocated=true, where trainer and engine take turns, "
-                    f"received {received!r}; or set colocated=false"
-                )
+        self._require(
+            "with colocated=true, where trainer and engine take turns",
+            ("executor", "local"),
+            ("engine.backend", "etude"),
+            ("parallel.ranks", 1),
+            ("rl.max_staleness", 0),
+            fix="; or set colocated=false",
+        )
 
     def _check_clusters(self) -> None:
         if not self.weights.url:
             raise ValueError("weights.url: must name a store with clusters.listen, for clusters to read")
-        if self.rl.stream.source:
-            raise ValueError(
-                f"rl.stream.source: must be empty with clusters.listen, received {self.rl.stream.source!r}"
-            )
+        self._require("with clusters.listen", ("rl.stream.source", ""))
         if self.clusters.max_version_lag > self.rl.max_staleness:
             raise ValueError(
                 f"clusters.max_version_lag: must be at most rl.max_staleness={self.rl.max_staleness}, "
@@ -387,11 +377,8 @@ class RunConfig(Section):
             )
 
     def _check_invariant(self) -> None:
-        if self.parallel.tensor > 1:
-            raise ValueError(
-                'parallel.tensor: must be 1 with numerics="invariant", received '
-                f"{self.parallel.tensor}: sums over ranks have another order than the engine's"
-            )
+        because = 'with numerics="invariant": sums over ranks have another order than the engine\'s'
+        self._require(because, ("parallel.tensor", 1))
         for field, received, fix in (
             ("backend", self.engine.backend, "etude"),
             ("kernels", self.engine.kernels, "native"),
