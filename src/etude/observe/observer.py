@@ -48,7 +48,7 @@ class SilentObserver(Observer):
 
 
 class RecordingObserver:
-    """Implements Observer by recording all reports, for tests."""
+    """Implements Observer by recording all reports: for tests, and for processes that pass them on."""
 
     def __init__(self) -> None:
         self.stages: list[tuple[str, int]] = []
