@@ -6,13 +6,11 @@ on the other rows nor on the number of threads. Backward passes are those of the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cached_property
 from typing import Any, Literal, cast
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -90,20 +88,15 @@ class InvariantOps(Ops):
         return head_logprobs(hidden, head, tokens, temperature, as_engine=True)
 
     def packed_attention(self, attention: PackedAttention) -> InvariantPackedAttention:
-        return InvariantPackedAttention(attention.lengths, attention.unused)
+        return InvariantPackedAttention(attention.lengths, unused=attention.unused)
 
 
-class InvariantPackedAttention:
-    """Causal attention within each sequence of a packed batch, page by page as the engine does it."""
-
-    def __init__(self, lengths: Sequence[int], unused: NDArray[np.int64] | None = None) -> None:
-        """`lengths`: tokens of each sequence. `unused`: see PackedAttention."""
-        self._lengths, self._unused = list(lengths), unused
-        self._starts = np.concatenate(([0], np.cumsum(self._lengths, dtype=np.int64)))
+class InvariantPackedAttention(PackedAttention):
+    """Computes page by page, as the engine does."""
 
     @cached_property
     def _pages(self) -> calls.PackedPages:
-        return calls.PackedPages(self._lengths)
+        return calls.PackedPages(self.lengths)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """query [T, heads, dim], key [T, kv_heads, dim], value [T, kv_heads, value_dim] -> [T, heads,
@@ -116,7 +109,7 @@ class InvariantPackedAttention:
                 fix="use the default operations",
             )
         _check(query, key, value)
-        return flash.attend(query, key, value, self._starts, self._unused, self._pages)
+        return flash.attend(query, key, value, self._starts, self.unused, self._pages)
 
 
 def _begins(key: Tensor, value: Tensor) -> bool:
