@@ -30,7 +30,7 @@ from etude.sandbox.pool import PooledBackend
 from etude.sandbox.server import Limits, read_token, sandbox_routes, serve
 from etude.sandbox.server import state as server_state
 from etude.sandbox.template import Template
-from etude.serving import long_answers
+from etude.serving import answers, long_answers
 from etude.serving.listening import is_loopback
 from etude.serving.long_answers import BUFFER_BYTES, OutputBuffer, Pack
 from etude.serving.messages import FRAMES
@@ -503,7 +503,7 @@ def test_output_that_nobody_takes_is_bounded_and_counted() -> None:
 
 def test_a_client_that_takes_nothing_does_not_fill_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
     """The socket is full, the buffer is full, and the command goes on and ends."""
-    monkeypatch.setattr(long_answers, "STALL_S", 0.5)
+    monkeypatch.setattr(answers, "STALL_S", 0.5)
 
     async def run() -> None:
         backend = ScriptedBackend()

@@ -32,7 +32,7 @@ async def following(
     engine: RunningEngine, directory: Path | None, served: PolicyVersion, loaded: Path | None
 ) -> AsyncIterator[None]:
     """Polls `directory` for new weights within the block. None: does nothing."""
-    from etude.serving.sweeping import sweeping
+    from etude.kit.tasks import sweeping
 
     if directory is None:
         yield

@@ -1,13 +1,18 @@
 """Typed configuration: defaults < TOML file < dotted overrides. Imports neither torch nor ray."""
 
+from etude.config.agent import SEARCHING as SEARCHING
+from etude.config.agent import AgentConfig as AgentConfig
+from etude.config.agent import GrammarName as GrammarName
+from etude.config.agent import HarnessConfig as HarnessConfig
+from etude.config.agent import IndexName as IndexName
+from etude.config.agent import McpConfig as McpConfig
+from etude.config.agent import TemplateName as TemplateName
 from etude.config.base import Section as Section
-from etude.config.checkpoint import CheckpointConfig as CheckpointConfig
 from etude.config.cluster import ClusterConfig as ClusterConfig
 from etude.config.cluster import PartConfig as PartConfig
 from etude.config.clusters import ClustersConfig as ClustersConfig
 from etude.config.elastic import ElasticConfig as ElasticConfig
 from etude.config.engine import EngineConfig as EngineConfig
-from etude.config.harness import HarnessConfig as HarnessConfig
 from etude.config.loading import drop_key as drop_key
 from etude.config.loading import dump_config as dump_config
 from etude.config.loading import load_config as load_config
@@ -15,16 +20,15 @@ from etude.config.loading import load_section as load_section
 from etude.config.loading import parse_config as parse_config
 from etude.config.loading import parse_section as parse_section
 from etude.config.loading import read_toml as read_toml
-from etude.config.mcp import McpConfig as McpConfig
-from etude.config.midtraining import MidtrainConfig as MidtrainConfig
 from etude.config.model import ModelConfig as ModelConfig
 from etude.config.model import TokenizerConfig as TokenizerConfig
 from etude.config.monitors import MonitorConfig as MonitorConfig
+from etude.config.monitors import ParityConfig as ParityConfig
 from etude.config.optimizer import OptimizerConfig as OptimizerConfig
 from etude.config.parallel import ParallelConfig as ParallelConfig
-from etude.config.parity import ParityConfig as ParityConfig
 from etude.config.plan import PlanConfig as PlanConfig
 from etude.config.pretraining import DraftsConfig as DraftsConfig
+from etude.config.pretraining import MidtrainConfig as MidtrainConfig
 from etude.config.pretraining import MixtureConfig as MixtureConfig
 from etude.config.pretraining import MixtureSourceConfig as MixtureSourceConfig
 from etude.config.pretraining import NextTokenConfig as NextTokenConfig
@@ -48,15 +52,11 @@ from etude.config.reward import LengthConfig as LengthConfig
 from etude.config.reward import RewardConfig as RewardConfig
 from etude.config.routing import RouterConfig as RouterConfig
 from etude.config.run import QUICKSTART_FAMILY as QUICKSTART_FAMILY
-from etude.config.run import SEARCHING as SEARCHING
-from etude.config.run import AgentConfig as AgentConfig
 from etude.config.run import EvaluationConfig as EvaluationConfig
-from etude.config.run import GrammarName as GrammarName
-from etude.config.run import IndexName as IndexName
 from etude.config.run import RunConfig as RunConfig
 from etude.config.run import TasksConfig as TasksConfig
-from etude.config.run import TemplateName as TemplateName
 from etude.config.sandbox import SandboxConfig as SandboxConfig
 from etude.config.sandbox import SandboxServerConfig as SandboxServerConfig
 from etude.config.sandbox import ServersFile as ServersFile
+from etude.config.weights import CheckpointConfig as CheckpointConfig
 from etude.config.weights import WeightsConfig as WeightsConfig

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field, model_validator
 
-from etude.config.base import Section
-from etude.config.secrets import SecretSource
+from etude.config.base import SecretSource, Section
 
 
 class ClustersConfig(Section):

@@ -6,8 +6,7 @@ import re
 
 from pydantic import Field, model_validator
 
-from etude.config.base import Section
-from etude.config.secrets import SecretSource
+from etude.config.base import HttpAddress, SecretSource, Section
 
 _HOURS = re.compile(r"([01]\d|2[0-3]):([0-5]\d)-([01]\d|2[0-3]):([0-5]\d)")
 
@@ -15,7 +14,7 @@ _HOURS = re.compile(r"([01]\d|2[0-3]):([0-5]\d)-([01]\d|2[0-3]):([0-5]\d)")
 class ElasticConfig(Section):
     """Replicas that a run borrows from a router's pools and gives back. See docs/elastic.md."""
 
-    router: str = ""
+    router: HttpAddress = ""
     """Address of a router that lends replicas, `http://HOST:PORT`. Empty: none is borrowed."""
     token: SecretSource = ""
     """Source of the router's token for borrowers: `file:PATH` or `env:NAME`. Empty: none is sent."""
@@ -39,8 +38,6 @@ class ElasticConfig(Section):
 
     @model_validator(mode="after")
     def _fits_together(self) -> ElasticConfig:
-        if self.router and not self.router.startswith(("http://", "https://")):
-            raise ValueError(f"router: must be http://HOST:PORT, received {self.router!r}")
         if self.hours and not _HOURS.fullmatch(self.hours):
             raise ValueError(f"hours: must be HH:MM-HH:MM, received {self.hours!r}")
         if self.hours and self.hours[:5] == self.hours[6:]:

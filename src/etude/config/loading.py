@@ -71,10 +71,7 @@ def _check_model_overrides(config: RunConfig, overrides: Iterable[str]) -> None:
 
 def parse_config(tree: Mapping[str, Any]) -> RunConfig:
     """Validates a tree of plain values. Raises ConfigError."""
-    try:
-        return RunConfig.model_validate(dict(tree))
-    except ValidationError as error:
-        raise _explain(error, RunConfig) from None
+    return parse_section(RunConfig, dict(tree))
 
 
 def load_section(kind: type[AnySection], path: Path) -> AnySection:

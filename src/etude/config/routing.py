@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated
+from typing import Annotated, Self
 
 from pydantic import Field, StringConstraints, model_validator
 
@@ -23,13 +23,24 @@ class ReplicaConfig(Section):
     """Pool of the replica. Empty: the one that it reports itself."""
 
 
-class LendingWindowConfig(Section):
-    """Replicas that are lent every day in the same hours."""
+class LendingPoolsConfig(Section):
+    """Two pools, of which one lends replicas to the other."""
 
     lender: Name
     """Pool whose replicas are lent."""
     borrower: Name
     """Pool that they serve while they are lent."""
+
+    @model_validator(mode="after")
+    def _pools_differ(self) -> Self:
+        if self.lender == self.borrower:
+            raise ValueError(f"borrower: must be another pool than the lender, received {self.borrower!r}")
+        return self
+
+
+class LendingWindowConfig(LendingPoolsConfig):
+    """Replicas that are lent every day in the same hours."""
+
     count: int = Field(ge=1)
     """Number of replicas."""
     start: str
@@ -42,7 +53,6 @@ class LendingWindowConfig(Section):
 
     @model_validator(mode="after")
     def _fits_together(self) -> LendingWindowConfig:
-        _check_pools(self.lender, self.borrower)
         for name, value in (("start", self.start), ("end", self.end)):
             if not _DAY_TIME.fullmatch(value):
                 raise ValueError(f"{name}: must be HH:MM, received {value!r}")
@@ -61,14 +71,10 @@ class LendingWindowConfig(Section):
         return _seconds(self.end)
 
 
-class LendingLoadConfig(Section):
+class LendingLoadConfig(LendingPoolsConfig):
     """Replicas that are lent one at a time while the borrower is busy and the lender is not. The load is the
     mean number of tokens still to be sampled per replica of a pool."""
 
-    lender: Name
-    """Pool whose replicas are lent."""
-    borrower: Name
-    """Pool that they serve while they are lent."""
     busy_tokens: float = Field(gt=0)
     """Load above which a pool is busy."""
     idle_tokens: float = Field(ge=0)
@@ -78,7 +84,6 @@ class LendingLoadConfig(Section):
 
     @model_validator(mode="after")
     def _fits_together(self) -> LendingLoadConfig:
-        _check_pools(self.lender, self.borrower)
         if self.idle_tokens >= self.busy_tokens:
             raise ValueError(
                 f"idle_tokens: must be less than busy_tokens={self.busy_tokens:g}, received "
@@ -163,11 +168,6 @@ class RouterConfig(Section):
     """Health checks."""
     lending: LendingConfig = LendingConfig()
     """Lending."""
-
-
-def _check_pools(lender: str, borrower: str) -> None:
-    if lender == borrower:
-        raise ValueError(f"borrower: must be another pool than the lender, received {borrower!r}")
 
 
 def _seconds(text: str) -> float:

@@ -2,111 +2,27 @@
 
 from __future__ import annotations
 
+import functools
 import re
-from typing import Literal, cast
+from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from etude.config.agent import AgentConfig
 from etude.config.base import Section
-from etude.config.checkpoint import CheckpointConfig
 from etude.config.cluster import ClusterConfig
 from etude.config.clusters import ClustersConfig
 from etude.config.elastic import ElasticConfig
 from etude.config.engine import EngineConfig
-from etude.config.harness import HarnessConfig
 from etude.config.images import ImagesConfig
-from etude.config.mcp import SERVER_NAME, McpConfig
-from etude.config.midtraining import MidtrainConfig
 from etude.config.model import ModelConfig, TokenizerConfig
-from etude.config.monitors import MonitorConfig
+from etude.config.monitors import MonitorConfig, ParityConfig
 from etude.config.parallel import ParallelConfig
-from etude.config.parity import ParityConfig
 from etude.config.plan import PlanConfig
-from etude.config.pretraining import PretrainConfig, SftConfig
+from etude.config.pretraining import MidtrainConfig, PretrainConfig, SftConfig
 from etude.config.reinforcement import RlConfig
 from etude.config.sandbox import SandboxConfig
-from etude.config.weights import WeightsConfig
-
-TemplateName = Literal["auto", "model", "etude", "chatml", "qwen3", "plain"]
-GrammarName = Literal["auto", "hermes", "xml"]
-IndexName = Literal["none", "grep", "words", "meaning"]
-SEARCHING = ("words", "meaning")
-"""Kinds of index with which `semantic_search` works."""
-
-
-class AgentConfig(Section):
-    """The agent's prompt format and tools, and the limits of one session, for training, evaluation and `etude
-    agent`."""
-
-    template: TemplateName = "auto"
-    """Format of a conversation. `auto`: Étude's own if the tokenizer has its control tokens, otherwise that
-    of the model's chat template; without a chat template ChatML, if the tokenizer has its tokens. `model`:
-    that of the chat template, whatever the tokenizer has. `plain`: messages begin with words and end with the
-    end-of-text token; for models whose own template is not supported, which learn it by fine-tuning. The
-    others by name."""
-    grammar: GrammarName = "auto"
-    """Format of tool calls. `xml`: as tags. `hermes`: as JSON between `<tool_call>` tags, as in Hermes and
-    Qwen models. `auto`: `xml` with Étude's own template; otherwise that of the model's chat template, if it
-    lists tools in a known format, or `hermes`."""
-    tools: str = "auto"
-    """Tools that the agent is offered: `core`, `full`, or names separated by commas, such as
-    `read_file,grep,finish`. `auto`: `core` for models with Étude's own template and tags, otherwise `full`.
-    The sets include `semantic_search` if `index` supports it."""
-    system: str = "auto"
-    """Text at the start of the system message, which then lists the tools. `auto`: instructions on how to
-    work; no system message for models with Étude's own template, which learn their tools by training."""
-    index: IndexName = "none"
-    """Index of the code that the agent works on; it follows the agent's edits. `none`: the sandbox searches
-    the files. `grep`: `grep` uses an index. `words`: the tool `semantic_search` is added, which compares the
-    words of names and lines. `meaning`: it also compares embeddings by all-MiniLM-L6-v2. If `tools` names
-    `semantic_search`, `words` is the default."""
-    mcp: dict[str, McpConfig] = Field(default_factory=dict)
-    """MCP servers whose tools the agent is offered, by the prefix of the tools' names."""
-    max_turns: int = Field(default=10, ge=1)
-    """Largest number of messages that the agent may write."""
-    max_calls_per_turn: int = Field(default=4, ge=1)
-    """Largest number of calls of one message that are run; further ones return an error."""
-    read_lines: int = Field(default=200, ge=1)
-    """Largest number of lines that one call of `read_file` shows."""
-    max_tokens: int = Field(default=640, ge=64)
-    """Size of one context in tokens: the model's window."""
-    max_message_tokens: int = Field(default=96, ge=8)
-    """Largest number of tokens in one message."""
-    test_failures: int = Field(default=3, ge=1)
-    """Largest number of failing tests that one call of `run_tests` shows; the rest are counted."""
-    max_session_tokens: int = Field(default=0, ge=0)
-    """Largest number of tokens in all contexts of a session together; 0: no limit."""
-    summary_at_tokens: int = Field(default=0, ge=0)
-    """Number of tokens at which the agent summarises a context and continues in a new one. 0: a full context
-    ends the session."""
-    max_summary_tokens: int = Field(default=96, ge=1)
-    """Largest number of tokens in one summary."""
-    summary_jitter: float = Field(default=0.0, ge=0.0, lt=1.0)
-    """Share by which summaries may come earlier in training, drawn for each context."""
-    max_summaries: int = Field(default=1000, ge=0)
-    """Largest number of summaries; after that a full context ends the session."""
-    summary_request: str = "Summarise."
-    """Text that requests a summary. A large model does better with instructions about its contents."""
-    harness: HarnessConfig = HarnessConfig()
-    """A foreign agent in place of Étude's own."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _index_for_search(cls, values: object) -> object:
-        """Compatibility with older configurations, which had no key `index` and named `semantic_search`."""
-        given = cast(dict[str, object], values)
-        if isinstance(values, dict) and "index" not in given and "semantic_search" in str(given.get("tools")):
-            return {**given, "index": "words"}
-        return given
-
-    @field_validator("mcp")
-    @classmethod
-    def _check_names(cls, mcp: dict[str, McpConfig]) -> dict[str, McpConfig]:
-        for name in mcp:
-            if not SERVER_NAME.fullmatch(name):
-                raise ValueError(f"a server's name must be lower_snake_case, received {name!r}")
-        return mcp
-
+from etude.config.weights import CheckpointConfig, WeightsConfig
 
 QUICKSTART_FAMILY = "etude_quickstart.bug_fixes:BugFixes"
 """The task family of `make train`: a plug-in like any other, shipped with Étude."""
@@ -345,25 +261,16 @@ class RunConfig(Section):
             )
         if self.executor == "ray" and self.engine.backend == "vllm":
             self._check_vllm_replicas()
-        if self.executor != "ray" and self.evaluation.every_steps:
-            raise ValueError(
-                'evaluation.every_steps: must be 0 without executor="ray", where evaluation has a process of '
-                f"its own, received {self.evaluation.every_steps}"
-            )
-        if self.executor != "ray" and self.cluster.workers:
-            raise ValueError(
-                'cluster.workers: must be 0 without executor="ray", where sessions are in the run\'s own '
-                f"process, received {self.cluster.workers}"
-            )
-        if self.rl.feedback.weight and self.parallel.context > 1:
-            raise ValueError(
-                "parallel.context: must be 1 with rl.feedback, whose sequences are not cut, received "
-                f"{self.parallel.context}"
-            )
-        if self.executor == "ray" and self.rl.stream.source:
-            raise ValueError(
-                'executor: must be "local" with rl.stream.source: recorded sessions are trained on in one '
-                f"process, received {self.executor!r}"
+        if self.rl.feedback.weight:
+            self._require("with rl.feedback, whose sequences are not cut", ("parallel.context", 1))
+        if self.rl.stream.source:
+            because = "with rl.stream.source: recorded sessions are trained on in one process"
+            self._require(because, ("executor", "local"))
+        if self.executor != "ray":
+            self._require(
+                'without executor="ray", where evaluation and sessions have processes of their own',
+                ("evaluation.every_steps", 0),
+                ("cluster.workers", 0),
             )
         if self.agent.max_message_tokens >= self.agent.max_tokens:
             raise ValueError(
@@ -431,14 +338,18 @@ class RunConfig(Section):
                     f"divide a replica over, received {gpus:g}; or leave it out"
                 )
 
+    def _require(self, because: str, *needed: tuple[str, object], fix: str = "") -> None:
+        """Raises ValueError for a field, such as `parallel.ranks`, that has another value than needed.
+        `because`: under which setting, from `with` on; `fix`: another way out."""
+        for field, value in needed:
+            received: object = functools.reduce(getattr, field.split("."), self)
+            if received != value:
+                raise ValueError(f"{field}: must be {value!r} {because}, received {received!r}{fix}")
+
     def _check_elastic(self) -> None:
-        for field, received, needed in (
-            ("engine.backend", self.engine.backend, "etude"),
-            ("rl.stream.source", self.rl.stream.source, ""),
-            ("colocated", self.colocated, False),
-        ):
-            if received != needed:
-                raise ValueError(f"{field}: must be {needed!r} with elastic.router, received {received!r}")
+        self._require(
+            "with elastic.router", ("engine.backend", "etude"), ("rl.stream.source", ""), ("colocated", False)
+        )
         if not self.weights.url:
             raise ValueError(
                 "weights.url: must name a store with elastic.router, from which borrowed replicas take the "
@@ -446,25 +357,19 @@ class RunConfig(Section):
             )
 
     def _check_colocated(self) -> None:
-        for field, received, needed in (
-            ("executor", self.executor, "local"),
-            ("engine.backend", self.engine.backend, "etude"),
-            ("parallel.ranks", self.parallel.ranks, 1),
-            ("rl.max_staleness", self.rl.max_staleness, 0),
-        ):
-            if received != needed:
-                raise ValueError(
-                    f"{field}: must be {needed!r} with colocated=true, where trainer and engine take turns, "
-                    f"received {received!r}; or set colocated=false"
-                )
+        self._require(
+            "with colocated=true, where trainer and engine take turns",
+            ("executor", "local"),
+            ("engine.backend", "etude"),
+            ("parallel.ranks", 1),
+            ("rl.max_staleness", 0),
+            fix="; or set colocated=false",
+        )
 
     def _check_clusters(self) -> None:
         if not self.weights.url:
             raise ValueError("weights.url: must name a store with clusters.listen, for clusters to read")
-        if self.rl.stream.source:
-            raise ValueError(
-                f"rl.stream.source: must be empty with clusters.listen, received {self.rl.stream.source!r}"
-            )
+        self._require("with clusters.listen", ("rl.stream.source", ""))
         if self.clusters.max_version_lag > self.rl.max_staleness:
             raise ValueError(
                 f"clusters.max_version_lag: must be at most rl.max_staleness={self.rl.max_staleness}, "
@@ -472,11 +377,8 @@ class RunConfig(Section):
             )
 
     def _check_invariant(self) -> None:
-        if self.parallel.tensor > 1:
-            raise ValueError(
-                'parallel.tensor: must be 1 with numerics="invariant", received '
-                f"{self.parallel.tensor}: sums over ranks have another order than the engine's"
-            )
+        because = 'with numerics="invariant": sums over ranks have another order than the engine\'s'
+        self._require(because, ("parallel.tensor", 1))
         for field, received, fix in (
             ("backend", self.engine.backend, "etude"),
             ("kernels", self.engine.kernels, "native"),

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import re
+from typing import Annotated
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from etude.config.base import Section
-from etude.config.secrets import SecretSource
+from etude.config.base import HttpAddress, SecretSource, Section
 
 
 class SandboxServerConfig(Section):
     """One of several servers for a run's sandboxes, under a name of your choice."""
 
-    url: str
+    url: HttpAddress = Field(min_length=1)
     """Address of an `etude sandbox serve`, `http://HOST:PORT`."""
     token: SecretSource = ""
     """Source of its token: `file:PATH` or `env:NAME`. Empty: none is sent."""
@@ -27,24 +27,22 @@ class SandboxServerConfig(Section):
     disk_bytes: int = Field(default=0, ge=0)
     """Disk space that its sandboxes share, which is promised to them only once. 0: its machine's."""
 
-    @field_validator("url")
-    @classmethod
-    def _url_is_an_address(cls, value: str) -> str:
-        if not _is_address(value):
-            raise ValueError(f"must begin with http:// or https://, received {value!r}")
-        return value
+
+def _check_names(servers: dict[str, SandboxServerConfig]) -> dict[str, SandboxServerConfig]:
+    for name in servers:
+        if not name or ":" in name:
+            raise ValueError(f"a server's name is not empty and has no colon, received {name!r}")
+    return servers
+
+
+Servers = Annotated[dict[str, SandboxServerConfig], AfterValidator(_check_names)]
 
 
 class ServersFile(Section):
     """Contents of the file named by `sandbox.servers_file`."""
 
-    servers: dict[str, SandboxServerConfig] = Field(min_length=1)
+    servers: Servers = Field(min_length=1)
     """The servers, by name."""
-
-    @field_validator("servers")
-    @classmethod
-    def _names_are_names(cls, value: dict[str, SandboxServerConfig]) -> dict[str, SandboxServerConfig]:
-        return _checked_names(value)
 
 
 class SandboxConfig(Section):
@@ -55,12 +53,12 @@ class SandboxConfig(Section):
     machine under QEMU, slow without KVM. `docker` and `podman`: containers, of the image `python:3.11-slim`
     or, as `podman:IMAGE`, of another one that the engine has. `unisolated`: plain subprocesses, for machines
     that forbid namespaces; the agent's code can then do whatever you can."""
-    server: str = ""
+    server: HttpAddress = ""
     """Address of an `etude sandbox serve` that creates the sandboxes, `http://HOST:PORT`; `backend` then
     names one of its backends. Empty: they are created where sessions run, or by `servers`."""
     token: SecretSource = ""
     """Source of that server's token: `file:PATH` or `env:NAME`. Empty: none is sent."""
-    servers: dict[str, SandboxServerConfig] = Field(default_factory=dict[str, SandboxServerConfig])
+    servers: Servers = Field(default_factory=dict[str, SandboxServerConfig])
     """Several servers over which sandboxes are distributed; see docs/fleet.md."""
     servers_file: str = ""
     """TOML file that lists them instead, in sections `[servers.NAME]`. It is read again whenever it changes,
@@ -89,17 +87,10 @@ class SandboxConfig(Section):
             )
         return value
 
-    @field_validator("servers")
-    @classmethod
-    def _names_are_names(cls, value: dict[str, SandboxServerConfig]) -> dict[str, SandboxServerConfig]:
-        return _checked_names(value)
-
     @model_validator(mode="after")
     def _server_is_whole(self) -> SandboxConfig:
         if self.token and not self.server:
             raise ValueError(f"server: must be named with token, received {self.server!r}")
-        if self.server and not _is_address(self.server):
-            raise ValueError(f"server: must begin with http:// or https://, received {self.server!r}")
         if bool(self.server) + bool(self.servers) + bool(self.servers_file) > 1:
             raise ValueError("server, servers, servers_file: set only one of them; servers may be several")
         if self.allow_private and (self.server or self.servers or self.servers_file):
@@ -107,14 +98,3 @@ class SandboxConfig(Section):
                 "allow_private: give it to each server instead, `etude sandbox serve --allow-private`"
             )
         return self
-
-
-def _is_address(url: str) -> bool:
-    return url.startswith(("http://", "https://"))
-
-
-def _checked_names(servers: dict[str, SandboxServerConfig]) -> dict[str, SandboxServerConfig]:
-    for name in servers:
-        if not name or ":" in name:
-            raise ValueError(f"a server's name is not empty and has no colon, received {name!r}")
-    return servers

@@ -26,7 +26,6 @@ from etude.errors import ConfigError
 from etude.kit.durable import write_json
 from etude.model import DraftLayers, LanguageModel, build_model
 from etude.model.huggingface import load_draft_layers
-from etude.model.huggingface.drafts import add_draft_layers
 from etude.model.loading import AnyModel, read_architecture
 from etude.model.scoring import device_of
 from etude.observe import JsonlSink, MetricSink, Observer, RunDirectory
@@ -181,13 +180,8 @@ class _Training:
         if self.drafts is not None:
             report["acceptance"] = self._measure_acceptance(whole.to(device_of(self.drafts)), self.drafts)
         report |= run.origin
-        save_checkpoint(run.checkpoints / FINAL, whole, write_more=self._write_beside)
+        save_checkpoint(run.checkpoints / FINAL, whole, write_more=self.tokenizer.save, drafts=self.drafts)
         write_json(run.report_file, {**report, "complete": True})
-
-    def _write_beside(self, directory: Path) -> None:
-        self.tokenizer.save(directory)
-        if self.drafts is not None:
-            add_draft_layers(self.drafts, directory)
 
     def _measure(self) -> dict[str, dict[str, float]]:
         """Held-out losses in nats per token, by source. Only finite ones are returned, for the report's JSON;

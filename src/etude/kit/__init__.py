@@ -3,5 +3,5 @@
 `durable`: atomic, synced writes of files and directories. `leftovers`: scratch directories of killed
 processes. `journal`: an append-only log of checksummed lines. `retry`: retries with exponential backoff.
 `git`: the git command line. `secrets`: tokens from private files and variables. `syntax`: Python syntax
-trees. `tasks`: asyncio background tasks. `toml`: writing TOML.
+trees. `tasks`: asyncio background tasks. `threads`: parallel work in order. `toml`: writing TOML.
 """

@@ -17,7 +17,8 @@ import shutil
 from functools import cache
 from pathlib import Path
 
-_WORK = "work-"
+WORK = "work-"
+"""Prefix of the names of working directories."""
 _TAG = re.compile(r"(\d+)-(\d+)")
 
 
@@ -46,13 +47,8 @@ def work_directory(root: Path) -> ScratchDirectory:
     """A scratch directory of this process below `root`, which is created with mode 0700; removes those of
     dead processes first."""
     root.mkdir(parents=True, exist_ok=True, mode=0o700)
-    sweep_work(root)
-    return ScratchDirectory(root, _WORK)
-
-
-def sweep_work(root: Path) -> None:
-    """Removes the working directories of dead processes below `root`."""
-    sweep(root, _WORK)
+    sweep(root, WORK)
+    return ScratchDirectory(root, WORK)
 
 
 def sweep(root: Path, prefix: str = "") -> None:

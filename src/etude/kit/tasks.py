@@ -15,6 +15,7 @@ Parameters = ParamSpec("Parameters")
 OnError = Callable[[BaseException], object]
 LARGE = 1 << 16
 """Inputs of at least this many bytes or characters are processed in a thread (`off_loop`)."""
+_SHORTEST_SWEEP_S = 0.05
 
 
 async def off_loop(
@@ -191,6 +192,27 @@ async def finish_in_thread(
 ) -> Result:
     """Like `asyncio.to_thread`, but a cancelled caller waits, so that the thread's work never outlives it."""
     return await finish_despite_cancel(asyncio.to_thread(work, *args, **kwargs))
+
+
+@contextlib.asynccontextmanager
+async def sweeping(
+    sweep: Callable[[], Awaitable[object]], idle_s: float, most_s: float
+) -> AsyncIterator[None]:
+    """Calls `sweep` periodically until the block ends: twice within `idle_s`, the idle timeout, and at least
+    once in `most_s`. An error of `sweep` ends the sweeping, and is raised at the end of the block."""
+
+    async def run() -> None:
+        while True:
+            await asyncio.sleep(min(most_s, max(idle_s / 2, _SHORTEST_SWEEP_S)))
+            await sweep()
+
+    task = asyncio.create_task(run())
+    try:
+        yield
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
 
 
 @contextlib.asynccontextmanager

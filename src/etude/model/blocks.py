@@ -138,10 +138,8 @@ class LatentBlock(Block):
         if self.has_query_rank:
             self.query_down = nn.Parameter(torch.empty(config.q_lora_rank, width))
             self.query_norm = nn.Parameter(torch.ones(config.q_lora_rank))
-            self.query_up = nn.Parameter(torch.empty(query_rows, config.q_lora_rank))
-            """Rows head by head: those without position, then the rotary ones in two halves."""
-        else:
-            self.query_up = nn.Parameter(torch.empty(query_rows, width))
+        self.query_up = nn.Parameter(torch.empty(query_rows, config.q_lora_rank or width))
+        """Rows head by head: those without position, then the rotary ones in two halves."""
         self.compress = nn.Parameter(torch.empty(self.rank + self.rope, width))
         """Rows of the compressed keys and values, then of the rotary key in two halves."""
         self.compress_norm = nn.Parameter(torch.ones(self.rank))

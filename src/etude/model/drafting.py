@@ -7,8 +7,6 @@ lower the acceptance rate and do not change the distribution.
 
 from __future__ import annotations
 
-from typing import cast
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -81,7 +79,5 @@ class DraftLayers(nn.Module):
         `model.logits` of the result is the distribution of the token after `tokens`. Differentiable.
         """
         embedded = F.embedding(tokens, model.embedding)
-        tables = cast(Tensor, model.cosine), cast(Tensor, model.signed_sine)
-        rotation = (tables[0][positions], tables[1][positions])
-        shared = Pass(model.ops, rotation, attention, self._routes, None)
+        shared = Pass(model.ops, model.rotation(positions), attention, self._routes, None)
         return self.layers[index](embedded, hidden, shared)

@@ -83,14 +83,16 @@ class LanguageModel(nn.Module):
         """
         ops = self.ops if self.adapt is None else self.adapt(self.ops)
         hidden = ops.embed(tokens, self.embedding)
-        tables = cast(Tensor, self.cosine), cast(Tensor, self.signed_sine)
-        rotation = (tables[0][positions], tables[1][positions])
         chosen_by = routes if routes is not None else self.native_routes
-        shared = Pass(ops, rotation, attention, chosen_by, statistics)
+        shared = Pass(ops, self.rotation(positions), attention, chosen_by, statistics)
         last = len(self.blocks) - 1
         for layer, block in enumerate(self.blocks):
             hidden = block(hidden, shared, wanted if layer == last else None)
         return ops.rms_norm(hidden, self.final_norm, self.config.rms_norm_eps)
+
+    def rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosine and signed sine of each of `positions` [T]: [T, 1, rope_dim] each."""
+        return cast(Tensor, self.cosine)[positions], cast(Tensor, self.signed_sine)[positions]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [N, width] -> logits [N, vocabulary] in float32."""

@@ -8,6 +8,7 @@ import torch
 
 from etude.config import ModelConfig
 from etude.errors import CheckpointError
+from etude.model.drafting import DraftLayers
 from etude.model.huggingface import load_model, save_model
 from etude.model.huggingface.fields import ForeignModelError, read_fields
 from etude.model.language_model import LanguageModel
@@ -24,12 +25,13 @@ def load_any_model(directory: Path, dtype: torch.dtype = torch.float32) -> AnyMo
     return load_model(directory, dtype)
 
 
-def save_any_model(model: AnyModel, directory: Path) -> None:
-    """Writes a Hugging Face directory that transformers, vLLM and `load_any_model` read."""
+def save_any_model(model: AnyModel, directory: Path, drafts: DraftLayers | None = None) -> None:
+    """Writes a Hugging Face directory that transformers, vLLM and `load_any_model` read. `drafts`: see
+    `save_model`."""
     if isinstance(model, TransformersModel):
         model.save(directory)
     else:
-        save_model(model, directory)
+        save_model(model, directory, drafts=drafts)
 
 
 def read_architecture(directory: Path) -> ModelConfig | None:

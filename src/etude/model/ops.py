@@ -16,6 +16,7 @@ from torch import Tensor
 from etude.model import fused, products
 from etude.model.attention import PackedAttention
 from etude.model.experts import mix_by_expert
+from etude.model.kernels.native import training
 from etude.model.logprobs import checkpointed_logprobs, head_logprobs
 from etude.model.permute import dispatch, permute
 from etude.model.rows import PackedRows
@@ -146,12 +147,12 @@ class TorchOps(Ops):
     """PyTorch's operators: fastest, and free to sum in an order that depends on the batch."""
 
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
-        if torch.is_grad_enabled() and products.is_native(x, weight):
+        if torch.is_grad_enabled() and training.multiplies(x, weight):
             return products.linear(x, weight)
         return F.linear(x, weight)
 
     def linear_add(self, residual: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-        if torch.is_grad_enabled() and products.is_native(x, weight):
+        if torch.is_grad_enabled() and training.multiplies(x, weight):
             return products.linear(x, weight, residual)
         return torch.addmm(residual, x, weight.t())
 

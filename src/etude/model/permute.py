@@ -29,49 +29,28 @@ class _Dispatch(torch.autograd.Function):
         return back.view(-1, ctx.copies, gradient.shape[-1]).sum(1), None, None, None
 
 
-class _Permute(torch.autograd.Function):
-    """rows [N, ...] -> the same rows in another order."""
+class _Gather(torch.autograd.Function):
+    """rows [N, ...] -> rows[index]; `back`: the index of the backward pass. `padded`: N in `index` is a row
+    of zeros. `back_padded`: the same in `back`."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
-        ctx.save_for_backward(inverse)
-        return rows.index_select(0, order)
+    def forward(
+        ctx: Any, rows: Tensor, index: Tensor, back: Tensor, padded: bool, back_padded: bool
+    ) -> Tensor:
+        ctx.save_for_backward(back)
+        ctx.back_padded = back_padded
+        return (_with_zeros(rows) if padded else rows).index_select(0, index)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        (inverse,) = ctx.saved_tensors
-        return gradients[0].index_select(0, inverse), None, None
-
-
-class _Pad(torch.autograd.Function):
-    """rows [T, ...] -> padded [P, ...]; `source[p]` is the row at position p, or T for padding."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, source: Tensor, place: Tensor) -> Tensor:
-        ctx.save_for_backward(place)
-        zero = rows.new_zeros((1, *rows.shape[1:]))
-        return torch.cat((rows, zero)).index_select(0, source)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        (place,) = ctx.saved_tensors
-        return gradients[0].index_select(0, place), None, None
-
-
-class _Unpad(torch.autograd.Function):
-    """padded [P, ...] -> rows [T, ...]: the inverse of `pad`."""
-
-    @staticmethod
-    def forward(ctx: Any, padded: Tensor, source: Tensor, place: Tensor) -> Tensor:
-        ctx.save_for_backward(source)
-        return padded.index_select(0, place)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        (source,) = ctx.saved_tensors
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None]:
+        (back,) = ctx.saved_tensors
         (gradient,) = gradients
-        zero = gradient.new_zeros((1, *gradient.shape[1:]))
-        return torch.cat((gradient, zero)).index_select(0, source), None, None
+        rows = _with_zeros(gradient) if ctx.back_padded else gradient
+        return rows.index_select(0, back), None, None, None, None
+
+
+def _with_zeros(rows: Tensor) -> Tensor:
+    return torch.cat((rows, rows.new_zeros((1, *rows.shape[1:]))))
 
 
 def dispatch(rows: Tensor, order: Tensor, inverse: Tensor, copies: int) -> Tensor:
@@ -81,14 +60,14 @@ def dispatch(rows: Tensor, order: Tensor, inverse: Tensor, copies: int) -> Tenso
 
 def permute(rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
     """rows [N, ...] -> rows[order]; `inverse` is the inverse permutation."""
-    return cast(Tensor, _Permute.apply(rows, order, inverse))
+    return cast(Tensor, _Gather.apply(rows, order, inverse, False, False))
 
 
 def pad(rows: Tensor, source: Tensor, place: Tensor) -> Tensor:
     """rows [T, ...] -> [P, ...] with zeros where `source` is T; `place[t]` is the position of row t."""
-    return cast(Tensor, _Pad.apply(rows, source, place))
+    return cast(Tensor, _Gather.apply(rows, source, place, True, False))
 
 
 def unpad(padded: Tensor, source: Tensor, place: Tensor) -> Tensor:
     """padded [P, ...] -> [T, ...]."""
-    return cast(Tensor, _Unpad.apply(padded, source, place))
+    return cast(Tensor, _Gather.apply(padded, place, source, False, True))

@@ -59,11 +59,6 @@ class _Linear(torch.autograd.Function):
     backward: Any = staticmethod(once_differentiable(_backward))
 
 
-def is_native(x: Tensor, weight: Tensor) -> bool:
-    """Whether `linear` is faster than PyTorch's for these inputs."""
-    return training.multiplies(x, weight)
-
-
 def linear(x: Tensor, weight: Tensor, residual: Tensor | None = None, *, as_engine: bool = False) -> Tensor:
     """x [T, in], weight [out, in] -> [T, out], plus `residual` [T, out] if given.
 

@@ -46,25 +46,25 @@ class LayerLoads:
     """Sums of the routers' probabilities and of their assignments, over the groups of one pass."""
 
     def __init__(self) -> None:
-        self._probabilities: dict[int, Tensor] = {}
-        self._counts: dict[int, Tensor] = {}
-        self._num_rows: dict[int, int] = {}
+        self._sums: dict[int, tuple[Tensor, Tensor, int]] = {}
+        """Layer -> probabilities [experts], assignments [experts], and the number of rows."""
 
     def add(self, layer: int, probabilities: Tensor, chosen: Tensor) -> None:
         """probabilities [rows, experts], differentiable, and experts [rows, top_k] of some rows."""
         counts = torch.zeros_like(probabilities[0].detach())
         flat = chosen.flatten()
         counts.scatter_add_(0, flat, torch.ones_like(flat, dtype=counts.dtype))
-        total = probabilities.sum(0)
-        self._probabilities[layer] = self._probabilities.get(layer, 0) + total
-        self._counts[layer] = self._counts.get(layer, 0) + counts
-        self._num_rows[layer] = self._num_rows.get(layer, 0) + len(probabilities)
+        sums = probabilities.sum(0), counts, len(probabilities)
+        if layer in self._sums:
+            before = self._sums[layer]
+            sums = before[0] + sums[0], before[1] + sums[1], before[2] + sums[2]
+        self._sums[layer] = sums
 
     def append_to(self, statistics: RouterStatistics) -> None:
         """Appends the means over all rows, layer by layer."""
-        for layer in sorted(self._counts):
-            statistics.probabilities.append(self._probabilities[layer] / self._num_rows[layer])
-            statistics.shares.append(self._counts[layer] / self._counts[layer].sum())
+        for _, (probabilities, counts, num_rows) in sorted(self._sums.items()):
+            statistics.probabilities.append(probabilities / num_rows)
+            statistics.shares.append(counts / counts.sum())
 
 
 @contextmanager

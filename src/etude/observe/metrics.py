@@ -8,7 +8,6 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol
 
 from etude.errors import RunDirectoryError
@@ -79,9 +78,7 @@ class JsonlSink:
     def __enter__(self) -> JsonlSink:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _recover(self) -> float:

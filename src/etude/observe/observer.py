@@ -43,27 +43,12 @@ def show_stage(
         observer.stage_ends()
 
 
-class SilentObserver:
+class SilentObserver(Observer):
     """Implements Observer without any output."""
-
-    def expect_stages(self, stages: Sequence[tuple[str, float]]) -> None:
-        """Ignored."""
-
-    def stage_begins(self, name: str, total_steps: int, unit: str = "step") -> None:
-        """Ignored."""
-
-    def stage_advances(self, step: int, values: Mapping[str, float]) -> None:
-        """Ignored."""
-
-    def stage_ends(self) -> None:
-        """Ignored."""
-
-    def say(self, text: str) -> None:
-        """Ignored."""
 
 
 class RecordingObserver:
-    """Implements Observer by recording all reports, for tests."""
+    """Implements Observer by recording all reports: for tests, and for processes that pass them on."""
 
     def __init__(self) -> None:
         self.stages: list[tuple[str, int]] = []

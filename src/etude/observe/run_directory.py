@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import shutil
@@ -15,6 +14,7 @@ from etude.config import RunConfig, drop_key, dump_config, load_config, parse_co
 from etude.errors import EtudeError, ResourceError, RunDirectoryError
 from etude.kit.durable import DRAFTS, make_directory, warn_if_full, whole_directory, write_json, write_text
 from etude.kit.leftovers import sweep
+from etude.kit.locks import locked
 from etude.observe.machine import available_memory_bytes, commit, describe_machine, versions
 from etude.observe.metrics import JsonlSink
 
@@ -30,6 +30,25 @@ class RunDirectory:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.config_file = path / "config.toml"
+        """The resolved configuration."""
+        self.environment_file = path / "environment.json"
+        """Machine, versions, commit, threads, seed."""
+        self.metrics_file = path / "metrics.jsonl"
+        """One row per step and kind."""
+        self.trajectories = path / "trajectories"
+        """The trajectory log."""
+        self.checkpoints = path / "checkpoints"
+        self.plots = path / "plots"
+        """The report's figures as PNG files."""
+        self.report_file = path / "report.json"
+        """The run's results."""
+        self.examples_file = path / "examples.json"
+        """Sessions before and after training, for people."""
+        self.html_file = path / "report.html"
+        """The results as one self-contained page."""
+        self.lock_file = path / "lock"
+        """Held by the process that writes the run."""
 
     @classmethod
     def create(cls, config: RunConfig) -> RunDirectory:
@@ -72,56 +91,6 @@ class RunDirectory:
     def name(self) -> str:
         """The run's name."""
         return self.path.resolve().name
-
-    @property
-    def config_file(self) -> Path:
-        """`config.toml`: the resolved configuration."""
-        return self.path / "config.toml"
-
-    @property
-    def environment_file(self) -> Path:
-        """`environment.json`: machine, versions, commit, threads, seed."""
-        return self.path / "environment.json"
-
-    @property
-    def metrics_file(self) -> Path:
-        """`metrics.jsonl`: one row per step and kind."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def trajectories(self) -> Path:
-        """`trajectories/`: the trajectory log."""
-        return self.path / "trajectories"
-
-    @property
-    def checkpoints(self) -> Path:
-        """`checkpoints/`."""
-        return self.path / "checkpoints"
-
-    @property
-    def plots(self) -> Path:
-        """`plots/`: the report's figures as PNG files."""
-        return self.path / "plots"
-
-    @property
-    def report_file(self) -> Path:
-        """`report.json`: the run's results."""
-        return self.path / "report.json"
-
-    @property
-    def examples_file(self) -> Path:
-        """`examples.json`: sessions before and after training, for people."""
-        return self.path / "examples.json"
-
-    @property
-    def html_file(self) -> Path:
-        """`report.html`: the results as one self-contained page."""
-        return self.path / "report.html"
-
-    @property
-    def lock_file(self) -> Path:
-        """`lock`: held by the process that writes the run."""
-        return self.path / "lock"
 
     @property
     def config(self) -> RunConfig:
@@ -215,10 +184,10 @@ class RunDirectory:
 
         Raises RunDirectoryError if another process holds it.
         """
-        descriptor = os.open(self.lock_file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        try:
+        self.lock_file.touch(0o644)
+        with contextlib.ExitStack() as stack:
             try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                stack.enter_context(locked(self.lock_file, wait=False))
             except BlockingIOError:
                 raise RunDirectoryError(
                     "another process is writing this run",
@@ -227,8 +196,6 @@ class RunDirectory:
                     fix="wait until it ends, or train under another name with --name NAME",
                 ) from None
             yield
-        finally:
-            os.close(descriptor)
 
     def _fill(self, config: RunConfig) -> None:
         for directory in (self.trajectories, self.checkpoints, self.plots):

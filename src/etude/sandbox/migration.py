@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from etude.errors import SandboxError
-from etude.kit.leftovers import sweep_work, work_directory
+from etude.kit.leftovers import WORK, sweep, work_directory
 from etude.sandbox.errors import SnapshotError
 from etude.sandbox.interface import Sandbox, SandboxBackend
 from etude.sandbox.snapshots import SnapshotStore
@@ -94,7 +94,7 @@ async def _ignore_cancellation(work: Coroutine[Any, Any, None]) -> None:
 def clear_litter(state: Path) -> None:
     """Removes files of moves and forks that killed processes left below a state directory. Blocks."""
     SnapshotStore(state / SNAPSHOTS).sweep()
-    sweep_work(state / MOVING)
+    sweep(state / MOVING, WORK)
 
 
 async def gather_copies(starting: Sequence[Awaitable[Sandbox]]) -> list[Sandbox | SandboxError]:

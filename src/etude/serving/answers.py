@@ -69,17 +69,17 @@ class EventStream(Response):
                 first = await anext(pieces)
             except Exception as error:  # nothing was sent yet: clients decide by the status whether to retry
                 return await self._refuse(send, error)
-            await _push(send, {"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            await _push(send, _body(first))
+            await push(send, {"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            await push(send, body(first))
             try:
                 async for piece in pieces:
-                    await _push(send, _body(piece))
-            except _ClientLeftError:
+                    await push(send, body(piece))
+            except ClientLeftError:
                 raise
             except Exception as error:
-                await _push(send, _body(self._sending.error_event(self._sending.describe(error)[1])))
-            await _push(send, _body(b"", more=False))
-        except _ClientLeftError:
+                await push(send, body(self._sending.error_event(self._sending.describe(error)[1])))
+            await push(send, body(b"", more=False))
+        except ClientLeftError:
             return CLIENT_LEFT
         return 200
 
@@ -87,22 +87,24 @@ class EventStream(Response):
         status, document, headers = self._sending.describe(error)
         listed = [(b"content-type", b"application/json")]
         listed += [(name.encode(), value.encode()) for name, value in headers.items()]
-        await _push(send, {"type": "http.response.start", "status": status, "headers": listed})
-        await _push(send, _body(json.dumps(document).encode(), more=False))
+        await push(send, {"type": "http.response.start", "status": status, "headers": listed})
+        await push(send, body(json.dumps(document).encode(), more=False))
         return status
 
 
-class _ClientLeftError(Exception):
+class ClientLeftError(Exception):
     """The client has disconnected, or has read nothing for `STALL_S`."""
 
 
-def _body(data: bytes, more: bool = True) -> Message:
+def body(data: bytes, more: bool = True) -> Message:
+    """A piece of an answer's body; not `more`: the last one."""
     return {"type": "http.response.body", "body": data, "more_body": more}
 
 
-async def _push(send: Send, message: Message) -> None:
+async def push(send: Send, message: Message) -> None:
+    """Sends a message by ASGI. Raises ClientLeftError."""
     try:
         async with asyncio.timeout(STALL_S):
             await send(message)
     except OSError as error:  # TimeoutError is one
-        raise _ClientLeftError from error
+        raise ClientLeftError from error

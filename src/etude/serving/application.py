@@ -204,22 +204,15 @@ async def unless_disconnected(client: Request | WebSocket, work: Coroutine[Any, 
 
 def _answer_errors(app: FastAPI, answer: Callable[[HTTPConnection, Exception], Response]) -> None:
     async def on_error(request: Request, error: Exception) -> Response:
-        return answer(request, error)
+        if isinstance(error, HTTPException):
+            response = answer(request, _refusal(request, error))
+            response.headers.update(error.headers or {})
+            return response
+        return answer(request, _invalid(error) if isinstance(error, RequestValidationError) else error)
 
-    async def on_refusal(request: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException), "it is registered for these"
-        response = answer(request, _refusal(request, error))
-        response.headers.update(error.headers or {})
-        return response
-
-    async def on_invalid(request: Request, error: Exception) -> Response:
-        assert isinstance(error, RequestValidationError), "it is registered for these"
-        return answer(request, _invalid(error))
-
-    for kind in (EtudeError, TimeoutError, ClientDisconnect, Exception):
+    handled = (EtudeError, TimeoutError, ClientDisconnect, HTTPException, RequestValidationError, Exception)
+    for kind in handled:
         app.add_exception_handler(kind, on_error)
-    app.add_exception_handler(HTTPException, on_refusal)
-    app.add_exception_handler(RequestValidationError, on_invalid)
 
 
 def _refusal(request: Request, error: HTTPException) -> RouteError:

@@ -18,6 +18,7 @@ from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from etude.errors import EtudeError
+from etude.serving.answers import ClientLeftError, body, push
 from etude.serving.application import STALL_S, Json, until_disconnected
 from etude.serving.errors import ErrorShape
 from etude.serving.messages import BEAT_S, FRAMES, Encoded, Header
@@ -132,10 +133,14 @@ class LongAnswer(Response):
         gone = asyncio.ensure_future(until_disconnected(receive))
         delivered = False
         try:
-            if self._first is None or await self._send(send, self._first):
-                await self._relay(work, gone, send)
+            if self._first is not None:
+                await self._send(send, self._first)
+            await self._relay(work, gone, send)
             if work.done() and not gone.done():
-                delivered = await self._conclude(work, scope, receive, send)
+                await self._conclude(work, scope, receive, send)
+                delivered = True
+        except ClientLeftError:
+            pass
         finally:
             gone.cancel()
             if self._output is not None:
@@ -168,35 +173,31 @@ class LongAnswer(Response):
             if not frames and not done and not self._plain:
                 frames = [self._pack({"event": "beat"}, b"")]
             for frame in frames:
-                if not await self._send(send, frame):
-                    return
+                await self._send(send, frame)
 
     async def _conclude(
         self, work: asyncio.Task[Encoded], scope: Scope, receive: Receive, send: Send
-    ) -> bool:
-        """Sends the end of the answer. False if the client did not receive it."""
+    ) -> None:
+        """Sends the end of the answer."""
         error = asyncio.CancelledError() if work.cancelled() else work.exception()
         if not self._begun and (self._plain or error is not None):
-            status, body, _ = (200, work.result()[0], {}) if error is None else self._errors.describe(error)
-            answer = Json(body, status)
-            await answer(scope, receive, send)
-            return True
+            status, document, _ = (
+                (200, work.result()[0], {}) if error is None else self._errors.describe(error)
+            )
+            await Json(document, status)(scope, receive, send)
+            return
         for frame in [] if self._output is None else self._output.pop_frames():
-            if not await self._send(send, frame):
-                return False
+            await self._send(send, frame)
         if error is None:
             if self._tail is not None:
                 async for frame in self._tail:
-                    if not await self._send(send, frame):
-                        return False
+                    await self._send(send, frame)
             value, payload = work.result()
             last = self._pack({"event": "result", "value": value}, payload)
         else:
             last = self._pack({"event": "error", **self._errors.describe(error)[1]}, b"")
-        if not await self._send(send, last):
-            return False
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
-        return True
+        await self._send(send, last)
+        await push(send, body(b"", more=False))
 
     def _report_error(self, work: asyncio.Task[Encoded]) -> None:
         """Calls `on_error` with what the work raised, and logs it if the server is at fault."""
@@ -206,15 +207,10 @@ class LongAnswer(Response):
         if not isinstance(error, (EtudeError, TimeoutError)):
             _log.error("a request failed", exc_info=error)
 
-    async def _send(self, send: Send, frame: bytes) -> bool:
-        """Sends a frame. False if the client does not receive any more."""
-        try:
-            async with asyncio.timeout(STALL_S):
-                if not self._begun:
-                    headers = [(b"content-type", FRAMES.encode())]
-                    await send({"type": "http.response.start", "status": 200, "headers": headers})
-                    self._begun = True
-                await send({"type": "http.response.body", "body": frame, "more_body": True})
-        except (TimeoutError, OSError):
-            return False
-        return True
+    async def _send(self, send: Send, frame: bytes) -> None:
+        """Sends a frame. Raises ClientLeftError."""
+        if not self._begun:
+            headers = [(b"content-type", FRAMES.encode())]
+            await push(send, {"type": "http.response.start", "status": 200, "headers": headers})
+            self._begun = True
+        await push(send, body(frame))

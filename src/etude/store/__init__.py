@@ -8,4 +8,3 @@ from etude.store.blobs import BlobStore as BlobStore
 from etude.store.blobs import FileBlobs as FileBlobs
 from etude.store.blobs import MemoryBlobs as MemoryBlobs
 from etude.store.trajectories import TrajectoryLog as TrajectoryLog
-from etude.store.trajectories import TrajectorySummary as TrajectorySummary

@@ -1,11 +1,15 @@
-"""Blob stores for large arrays that records refer to: expert routes, supports of truncated sampling."""
+"""Blob stores for large arrays that records refer to: expert routes, supports of truncated sampling.
+
+They store arrays of numbers or booleans. What is read is equal in dtype (little-endian), shape and content,
+read-only, and checked against the digest in its reference.
+"""
 
 from __future__ import annotations
 
 import itertools
 import re
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -18,21 +22,6 @@ from etude.records import BlobRef, Trajectory
 FILE_URL = re.compile(r"file:([0-9a-f]{2}/[0-9a-f]{32}\.bin)")
 
 
-class BlobStore(Protocol):
-    """Stores arrays of numbers or booleans. Reading checks an array against its reference's digest."""
-
-    def put(self, array: NDArray[Any]) -> BlobRef:
-        """Stores the array and returns its reference. Raises StoreError on failure."""
-        ...
-
-    def get(self, ref: BlobRef) -> NDArray[Any]:
-        """The array, equal in dtype (little-endian), shape and content; read-only.
-
-        Raises StoreError if it is missing or damaged.
-        """
-        ...
-
-
 class MemoryBlobs:
     """Blobs within one process, under `memory:<number>`; each lives until it is discarded."""
 
@@ -41,7 +30,7 @@ class MemoryBlobs:
         self._numbers = itertools.count()
 
     def put(self, array: NDArray[Any]) -> BlobRef:
-        """Stores a copy."""
+        """Stores a copy. Raises StoreError for arrays of other types."""
         copy = np.array(_portable(array), order="C")
         copy.setflags(write=False)
         url = f"memory:{next(self._numbers)}"
@@ -74,7 +63,7 @@ class FileBlobs:
         self._directory = directory
 
     def put(self, array: NDArray[Any]) -> BlobRef:
-        """Writes the array durably unless a file with its content exists."""
+        """Writes the array durably unless a file with its content exists. Raises StoreError."""
         portable = np.ascontiguousarray(_portable(array)).reshape(array.shape)
         digest = _digest(portable)
         name = f"{digest[:2]}/{digest}.bin"
@@ -105,6 +94,9 @@ class FileBlobs:
         except (TypeError, ValueError) as error:
             raise _damaged(ref, str(error)) from error
         return _checked(array, ref)
+
+
+BlobStore = MemoryBlobs | FileBlobs
 
 
 class PermanentBlobs(FileBlobs):

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from etude.errors import StoreError
 from etude.records import BlobRef, Segment, Trajectory
-from etude.store.documents import Arrays, trajectory_document, trajectory_from_document
+from etude.store.documents import Arrays, dump_json, trajectory_document, trajectory_from_document
 
 MAGIC = b"ETDB\x01\n"
 _DIGEST_BYTES = 32
@@ -55,21 +55,12 @@ def pack_trajectory(trajectory: Trajectory, get_blob: GetBlob) -> bytes:
             described.append({"dtype": portable.dtype.str, "shape": list(portable.shape)})
             parts.append(portable.tobytes())
         blobs.append(described)
-    try:
-        header = json.dumps(
-            {
-                "trajectory": trajectory_document(trajectory),
-                "lengths": [len(segment.tokens) for segment in trajectory.segments],
-                "blobs": blobs,
-            },
-            separators=(",", ":"),
-        ).encode()
-    except (TypeError, ValueError) as error:
-        raise StoreError(
-            f"holds a value that JSON cannot represent: {error}",
-            field=str(trajectory.id),
-            fix="facts, timings and arguments must be plain JSON values",
-        ) from error
+    document = {
+        "trajectory": trajectory_document(trajectory),
+        "lengths": [len(segment.tokens) for segment in trajectory.segments],
+        "blobs": blobs,
+    }
+    header = dump_json(document, str(trajectory.id)).encode()
     content = b"".join([len(header).to_bytes(_LENGTH_BYTES, "little"), header, *parts])
     packed = zstandard.ZstdCompressor(level=_LEVEL).compress(content)
     return MAGIC + blake3(packed).digest() + packed

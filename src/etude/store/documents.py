@@ -5,6 +5,7 @@ Arrays of tokens are not part of a trajectory's document: they have documents of
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, astuple, fields
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from etude.errors import StoreError
 from etude.records import (
     BlobRef,
     Group,
@@ -132,6 +134,18 @@ def group_from_document(document: Mapping[str, Any], members: Sequence[Trajector
     """The group of a document with these members."""
     origin = document["origin"]
     return Group(**{**document, "origin": GroupOrigin(**origin) if origin else None}, members=tuple(members))
+
+
+def dump_json(document: Any, name: str) -> str:
+    """The document as compact JSON. Raises StoreError, which names `name`, for values that JSON lacks."""
+    try:
+        return json.dumps(document, separators=(",", ":"))
+    except (TypeError, ValueError) as error:
+        raise StoreError(
+            f"holds a value that JSON cannot represent: {error}",
+            field=name,
+            fix="facts, timings and arguments must be plain JSON values",
+        ) from error
 
 
 _ARRAYS = ("tokens", "sampled", "logprobs")

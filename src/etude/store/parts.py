@@ -17,9 +17,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from etude.errors import StoreError
-from etude.records import Group, Segment, Trajectory, TrajectoryId
+from etude.records import Group, Segment, Status, Trajectory, TrajectoryId
 from etude.store.documents import (
+    dump_json,
     group_document,
     group_from_document,
     trajectory_document,
@@ -48,7 +48,7 @@ ARRAY_TYPES: dict[str, type[np.generic]] = {"tokens": np.int32, "sampled": np.bo
 
 @dataclass(frozen=True, slots=True)
 class IndexRow:
-    """The index columns of one trajectory in a part."""
+    """The index columns of one trajectory in a part, read without decoding any token."""
 
     group_number: int
     """Position of the trajectory's group within the part."""
@@ -57,11 +57,11 @@ class IndexRow:
     epoch: int
     group: int
     index: int
-    status: str
+    status: Status
     reward: float | None
-    """The total reward."""
+    """The total reward; None if it has none."""
     oldest_step: int | None
-    """Step of the oldest policy version that sampled any token."""
+    """Step of the oldest policy version that sampled any token; None if nothing was sampled."""
     num_turns: int
     num_sampled_tokens: int
 
@@ -86,7 +86,7 @@ def index_row(number: int, trajectory: Trajectory) -> IndexRow:
         epoch=identity.epoch,
         group=identity.group,
         index=identity.index,
-        status=str(trajectory.status),
+        status=trajectory.status,
         reward=trajectory.reward.total if trajectory.reward else None,
         oldest_step=oldest.step if oldest else None,
         num_turns=len(trajectory.turns),
@@ -104,11 +104,14 @@ def encode_part(groups: Sequence[Group]) -> bytes:
     columns: dict[str, pa.Array] = {
         name: pa.array([getattr(row, name) for row in rows], type=kind) for name, kind in INDEX_TYPES.items()
     }
-    records = [_dump(trajectory_document(member), str(member.id)) for member in members]
+    records = [dump_json(trajectory_document(member), str(member.id)) for member in members]
     columns["record"] = pa.array(records, type=pa.string())
     for name, kind in ARRAY_TYPES.items():
         columns[name] = _nested_array([member.segments for member in members], name, kind)
-    metadata = {FORMAT_KEY: FORMAT, GROUPS_KEY: _dump([group_document(group) for group in groups], "groups")}
+    metadata = {
+        FORMAT_KEY: FORMAT,
+        GROUPS_KEY: dump_json([group_document(group) for group in groups], "groups"),
+    }
     table = pa.Table.from_pydict(columns, metadata=metadata)
     sink = pa.BufferOutputStream()
     pq.write_table(table, sink, compression="zstd", compression_level=1)
@@ -118,8 +121,9 @@ def encode_part(groups: Sequence[Group]) -> bytes:
 def decode_index(data: bytes) -> list[IndexRow]:
     """The index rows of a part. Raises what pyarrow raises on damaged bytes."""
     table = pq.read_table(pa.BufferReader(data), columns=list(INDEX_TYPES), use_threads=False)
-    values = [table.column(name).to_pylist() for name in INDEX_TYPES]
-    return [IndexRow(*row) for row in zip(*values, strict=True)]
+    columns: dict[str, list[Any]] = {name: table.column(name).to_pylist() for name in INDEX_TYPES}
+    columns["status"] = [Status(name) for name in columns["status"]]
+    return [IndexRow(*row) for row in zip(*columns.values(), strict=True)]
 
 
 def decode_part(data: bytes, wanted: Callable[[IndexRow], bool] | None = None) -> list[Group]:
@@ -170,17 +174,6 @@ def _nested_array(rows: Sequence[Sequence[Segment]], name: str, kind: type[np.ge
 
 def _offsets(lengths: Sequence[int]) -> pa.Array:
     return pa.array(np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int32))
-
-
-def _dump(value: Any, name: str) -> str:
-    try:
-        return json.dumps(value, separators=(",", ":"))
-    except (TypeError, ValueError) as error:
-        raise StoreError(
-            f"holds a value that JSON cannot represent: {error}",
-            field=name,
-            fix="facts, timings and arguments must be plain JSON values",
-        ) from error
 
 
 def _readable(text: str) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -25,20 +25,6 @@ _MISSING = "part-{number:08d}.missing"
 """Name of an empty file that a user creates to read the log without that part."""
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class TrajectorySummary:
-    """One line of a list of trajectories, read without decoding any token."""
-
-    id: TrajectoryId
-    status: Status
-    reward: float | None
-    """The total reward; None if it has none."""
-    oldest_step: int | None
-    """Step of the oldest policy version in it; None if nothing was sampled."""
-    num_turns: int
-    num_sampled_tokens: int
 
 
 class TrajectoryLog:
@@ -104,7 +90,6 @@ class TrajectoryLog:
         is yielded once per part. Raises StoreError, naming the part, on damage.
         """
         filtered = not (min_step is None and max_step is None and statuses is None and tasks is None)
-        names = None if statuses is None else {str(status) for status in statuses}
 
         def wanted(row: IndexRow) -> bool:
             if (min_step is not None or max_step is not None) and row.oldest_step is None:
@@ -113,7 +98,7 @@ class TrajectoryLog:
             return (
                 (min_step is None or step >= min_step)
                 and (max_step is None or step <= max_step)
-                and (names is None or row.status in names)
+                and (statuses is None or row.status in statuses)
                 and (tasks is None or row.task in tasks)
             )
 
@@ -132,18 +117,10 @@ class TrajectoryLog:
         """The groups of one part. Raises StoreError if it is missing or damaged."""
         return _load(self._directory / name, decode_part)
 
-    def summaries(self) -> Iterator[TrajectorySummary]:
+    def summaries(self) -> Iterator[IndexRow]:
         """Yields one line per stored trajectory, in order. Raises StoreError on damage."""
         for path in list(self._list_parts()):
-            for row in _load(path, decode_index):
-                yield TrajectorySummary(
-                    id=row.id,
-                    status=Status(row.status),
-                    reward=row.reward,
-                    oldest_step=row.oldest_step,
-                    num_turns=row.num_turns,
-                    num_sampled_tokens=row.num_sampled_tokens,
-                )
+            yield from _load(path, decode_index)
 
     def find(self, identity: TrajectoryId) -> Trajectory | None:
         """The stored trajectory of this id, or None. Raises StoreError on damage."""

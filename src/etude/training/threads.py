@@ -11,15 +11,15 @@ from __future__ import annotations
 
 import functools
 import os
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from etude.kit import threads
 from etude.kit.memory import return_free_memory
 from etude.model import LanguageModel
 from etude.observe.machine import available_memory_bytes, total_memory_bytes
@@ -75,24 +75,9 @@ def share_threads(*, split: bool) -> Iterator[int]:
 def map_in_order(
     compute: Callable[[ItemT], ResultT], items: Sequence[ItemT], num_threads: int
 ) -> Iterator[ResultT]:
-    """Yields `compute` of each item, in order, on this many threads with one compute thread each. About one
-    finished result per thread is buffered."""
-    if num_threads == 1 or len(items) == 1:
-        yield from map(compute, items)
-        return
-    pool = _pool(num_threads, os.getpid())
-    pending: deque[Future[ResultT]] = deque()
-    try:
-        for item in items:
-            if len(pending) == 2 * num_threads:
-                yield pending.popleft().result()
-            pending.append(pool.submit(compute, item))
-        while pending:
-            yield pending.popleft().result()
-    finally:
-        for future in pending:  # after an error, no thread may continue to use the caller's tensors
-            if not future.cancel():
-                future.exception()
+    """Yields `compute` of each item, in order, on this many threads with one compute thread each."""
+    num_threads = num_threads if len(items) > 1 else 1
+    return threads.map_in_order(compute, items, num_threads, _pool(num_threads, os.getpid()))
 
 
 def add_gradients(

@@ -29,7 +29,7 @@ from etude.agent.inputs import call_document  # isort: skip
 from etude.environment.server import HostLimits, read_tenants  # isort: skip
 from etude.environment.server.process import serve  # isort: skip
 from etude.errors import ConfigError  # isort: skip
-from etude.serving.sweeping import sweeping  # isort: skip
+from etude.kit.tasks import sweeping  # isort: skip
 
 OTHER = {"authorization": f"Bearer {OTHER_TOKEN}"}
 

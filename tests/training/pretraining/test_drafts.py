@@ -9,10 +9,8 @@ import pytest
 import torch
 
 from etude.config import DraftsConfig
-from etude.errors import CheckpointError
 from etude.model import DraftLayers, PackedAttention
 from etude.model.huggingface import load_draft_layers, load_model, save_model
-from etude.model.huggingface.drafts import add_draft_layers
 from etude.model.scoring import PackedSequences
 from etude.training.pretraining import Document, NextTokenTrainer, ShuffledDocuments
 from etude.training.pretraining.drafts import (
@@ -119,15 +117,9 @@ def test_acceptance_is_the_overlap_of_the_two_distributions() -> None:
 def test_draft_layers_are_read_again_and_the_model_beside_them(tmp_path: Path, max_file_bytes: int) -> None:
     model = small_model(0)
     drafts = draft_layers(model, 2)
-    save_model(model, tmp_path, max_file_bytes)
-    add_draft_layers(drafts, tmp_path)
+    save_model(model, tmp_path, max_file_bytes, drafts)
     again, read = load_model(tmp_path), load_draft_layers(tmp_path)
     assert read is not None
     for old, new in ((model, again), (drafts, read)):
         for name, weight in old.state_dict().items():
             assert torch.equal(weight, new.state_dict()[name]), name
-
-
-def test_draft_layers_need_a_model_beside_them(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="holds no model"):
-        add_draft_layers(draft_layers(small_model(0)), tmp_path)

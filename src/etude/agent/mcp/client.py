@@ -22,7 +22,7 @@ from etude.agent.tools.mcp_tool import ServedTool, read_described, write_describ
 from etude.agent.tools.output_files import readable
 from etude.agent.tools.ports import ServerAnswer
 from etude.config import McpConfig
-from etude.config.mcp import SERVER_NAME
+from etude.config.agent import SERVER_NAME
 from etude.errors import ConfigError, InfrastructureError
 from etude.records import ToolErrorClass
 from etude.sandbox.interface import Sandbox

@@ -21,13 +21,13 @@ from etude.environment.server import openenv, session_routes
 from etude.environment.server.host import SessionHost
 from etude.environment.server.requests import Host, Tenant, host_of, tenant_of
 from etude.errors import ConfigError, EtudeError
+from etude.kit.tasks import sweeping
 from etude.sandbox.server.state import KeyConflictError
 from etude.sandbox.wire_types import STATUSES, encode_error
 from etude.serving.application import STALL_S, Json, build_application, unless_disconnected
 from etude.serving.errors import OwnErrors
 from etude.serving.listening import check_token, open_listeners
 from etude.serving.process import Draining, run_server
-from etude.serving.sweeping import sweeping
 
 DEFAULT_PORT = 8652
 SERVER = "environment server"

@@ -27,12 +27,25 @@ _CHECKED_AT_ONCE = 1 << 20
 """Values that are checked at once, which bounds the memory for it."""
 
 
-def save_model(model: LanguageModel, directory: Path, max_file_bytes: int = MAX_FILE_BYTES) -> None:
-    """Writes a directory, in the model's type, that AutoModelForCausalLM loads with equal logits."""
+def save_model(
+    model: LanguageModel,
+    directory: Path,
+    max_file_bytes: int = MAX_FILE_BYTES,
+    drafts: DraftLayers | None = None,
+) -> None:
+    """Writes a directory, in the model's type, that AutoModelForCausalLM loads with equal logits.
+
+    `drafts`: layers that `load_draft_layers` reads, and other programs ignore; they are stored as those of
+    DeepSeek-V3, after the last block.
+    """
     directory.mkdir(parents=True, exist_ok=True)
-    text = write_fields(model.config, model.vocab_size, model.embedding.dtype)
+    tensors, num_drafts = entries(model), 0
+    if drafts is not None:
+        tensors |= draft_entries(drafts, model.config.num_layers)
+        num_drafts = len(drafts.layers)
+    text = write_fields(model.config, model.vocab_size, model.embedding.dtype, num_drafts)
     (directory / "config.json").write_text(text, encoding="utf-8")
-    write_tensors(directory, entries(model), max_file_bytes)
+    write_tensors(directory, tensors, max_file_bytes)
 
 
 @torch.no_grad()
@@ -72,7 +85,7 @@ def fill_model(model: LanguageModel, tensors: Tensors, num_mtp_layers: int = 0) 
 
 
 @torch.no_grad()
-def load_draft_layers(directory: Path, dtype: torch.dtype = torch.float32) -> DraftLayers | None:
+def load_draft_layers(directory: Path) -> DraftLayers | None:
     """Reads the draft layers of a directory; None if it has none.
 
     Their copies of the embedding and of the head are not read: both are the model's.
@@ -84,7 +97,7 @@ def load_draft_layers(directory: Path, dtype: torch.dtype = torch.float32) -> Dr
         stored = _predicting(tensors.names(), config.num_layers, count)
         if not stored:
             return None
-        drafts = DraftLayers(config, count).to(dtype)
+        drafts = DraftLayers(config, count)
         targets = draft_entries(drafts, config.num_layers)
         copies = {
             name for name in stored if name.endswith((".embed_tokens.weight", ".shared_head.head.weight"))

@@ -127,7 +127,7 @@ class CheckpointFields:
     """Number of multi-token-prediction layers stored after the last block."""
 
 
-def write_fields(config: ModelConfig, vocab_size: int, dtype: torch.dtype) -> str:
+def write_fields(config: ModelConfig, vocab_size: int, dtype: torch.dtype, num_mtp_layers: int = 0) -> str:
     """The text of `config.json`."""
     values: dict[str, Any] = {
         "architectures": [_CLASSES[config.architecture]],
@@ -144,11 +144,12 @@ def write_fields(config: ModelConfig, vocab_size: int, dtype: torch.dtype) -> st
         values |= {
             "q_lora_rank": config.q_lora_rank or None,
             "num_key_value_heads": config.num_heads,
-            "num_nextn_predict_layers": 0,
             "scoring_func": "sigmoid",
             "topk_method": "noaux_tc",
             "moe_layer_freq": 1,
         }
+    if config.is_latent or num_mtp_layers:
+        values["num_nextn_predict_layers"] = num_mtp_layers
     values |= _rope_values(config)
     name = str(dtype).removeprefix("torch.")
     values |= {"torch_dtype": name, "dtype": name}

@@ -6,13 +6,11 @@ on the other rows nor on the number of threads. Backward passes are those of the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from functools import cached_property
 from typing import Any, Literal, cast
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -23,6 +21,8 @@ from etude.model.experts import mix_by_expert
 from etude.model.kernels.native import calls, load_library
 from etude.model.logprobs import head_logprobs
 from etude.model.ops import Ops
+
+_RowFunction = Callable[[Tensor, int], Tensor]
 
 
 class InvariantOps(Ops):
@@ -60,9 +60,7 @@ class InvariantOps(Ops):
         return self.linear(x, weight)
 
     def activate(self, scores: Tensor, activation: Literal["softmax", "sigmoid"]) -> Tensor:
-        function = _Softmax if activation == "softmax" else _Sigmoid
-        _check(scores)
-        return cast(Tensor, function.apply(scores))
+        return _each_row(calls.softmax if activation == "softmax" else calls.sigmoid, scores)
 
     def gates(self, activated: Tensor, chosen: Tensor, normalise: bool, scale: float) -> Tensor:
         gates = activated.gather(-1, chosen)
@@ -81,8 +79,7 @@ class InvariantOps(Ops):
         return self.linear(hidden, head)
 
     def log_softmax(self, logits: Tensor) -> Tensor:
-        _check(logits)
-        return cast(Tensor, _LogSoftmax.apply(logits))
+        return _each_row(calls.log_softmax, logits)
 
     def logprobs(
         self, hidden: Tensor, head: Tensor, tokens: Tensor, temperature: float
@@ -91,20 +88,15 @@ class InvariantOps(Ops):
         return head_logprobs(hidden, head, tokens, temperature, as_engine=True)
 
     def packed_attention(self, attention: PackedAttention) -> InvariantPackedAttention:
-        return InvariantPackedAttention(attention.lengths, attention.unused)
+        return InvariantPackedAttention(attention.lengths, unused=attention.unused)
 
 
-class InvariantPackedAttention:
-    """Causal attention within each sequence of a packed batch, page by page as the engine does it."""
-
-    def __init__(self, lengths: Sequence[int], unused: NDArray[np.int64] | None = None) -> None:
-        """`lengths`: tokens of each sequence. `unused`: see PackedAttention."""
-        self._lengths, self._unused = list(lengths), unused
-        self._starts = np.concatenate(([0], np.cumsum(self._lengths, dtype=np.int64)))
+class InvariantPackedAttention(PackedAttention):
+    """Computes page by page, as the engine does."""
 
     @cached_property
     def _pages(self) -> calls.PackedPages:
-        return calls.PackedPages(self._lengths)
+        return calls.PackedPages(self.lengths)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """query [T, heads, dim], key [T, kv_heads, dim], value [T, kv_heads, value_dim] -> [T, heads,
@@ -117,7 +109,7 @@ class InvariantPackedAttention:
                 fix="use the default operations",
             )
         _check(query, key, value)
-        return flash.attend(query, key, value, self._starts, self._unused, self._pages)
+        return flash.attend(query, key, value, self._starts, self.unused, self._pages)
 
 
 def _begins(key: Tensor, value: Tensor) -> bool:
@@ -125,55 +117,30 @@ def _begins(key: Tensor, value: Tensor) -> bool:
     return key.shape[1] == 1 and value.data_ptr() == key.data_ptr() and value.stride() == key.stride()
 
 
-class _Softmax(torch.autograd.Function):
-    """Softmax over the last dimension."""
+class _EachRow(torch.autograd.Function):
+    """A function of `calls` over the last dimension; its gradient is a function of its output."""
 
     @staticmethod
-    def forward(ctx: Any, scores: Tensor) -> Tensor:
-        out = calls.softmax(scores, torch.get_num_threads())
+    def forward(ctx: Any, x: Tensor, function: _RowFunction) -> Tensor:
+        ctx.function, out = function, function(x, torch.get_num_threads())
         ctx.save_for_backward(out)
         return out
 
     @staticmethod
-    def _backward(ctx: Any, gradient: Tensor) -> Tensor:
+    def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         (out,) = ctx.saved_tensors
-        return torch.ops.aten._softmax_backward_data(gradient, out, -1, out.dtype)
+        if ctx.function is calls.softmax:
+            return torch.ops.aten._softmax_backward_data(gradient, out, -1, out.dtype), None
+        if ctx.function is calls.sigmoid:
+            return torch.ops.aten.sigmoid_backward(gradient, out), None
+        return gradient - out.exp() * gradient.sum(-1, keepdim=True), None
 
     backward: Any = staticmethod(once_differentiable(_backward))
 
 
-class _Sigmoid(torch.autograd.Function):
-    """Sigmoid of each value."""
-
-    @staticmethod
-    def forward(ctx: Any, scores: Tensor) -> Tensor:
-        out = calls.sigmoid(scores, torch.get_num_threads())
-        ctx.save_for_backward(out)
-        return out
-
-    @staticmethod
-    def _backward(ctx: Any, gradient: Tensor) -> Tensor:
-        (out,) = ctx.saved_tensors
-        return torch.ops.aten.sigmoid_backward(gradient, out)
-
-    backward: Any = staticmethod(once_differentiable(_backward))
-
-
-class _LogSoftmax(torch.autograd.Function):
-    """Log-softmax over the last dimension."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor) -> Tensor:
-        out = calls.log_softmax(logits, torch.get_num_threads())
-        ctx.save_for_backward(out)
-        return out
-
-    @staticmethod
-    def _backward(ctx: Any, gradient: Tensor) -> Tensor:
-        (out,) = ctx.saved_tensors
-        return gradient - out.exp() * gradient.sum(-1, keepdim=True)
-
-    backward: Any = staticmethod(once_differentiable(_backward))
+def _each_row(function: _RowFunction, x: Tensor) -> Tensor:
+    _check(x)
+    return cast(Tensor, _EachRow.apply(x, function))
 
 
 def _check(*inputs: Tensor) -> None:

@@ -37,8 +37,6 @@ class Estimate:
     value: float
     low: float | None = None
     high: float | None = None
-    n: int | None = None
-    """Episodes measured."""
 
     def text(self, share: bool) -> str:
         """`83.3 % (78.1-87.5)` for a share, `1.92` for a mean."""
@@ -245,24 +243,20 @@ def facts(report: Report) -> list[tuple[str, str]]:
         rows.append(("forecast at its start", _duration(report["forecast_s"])))
     if _is_number(report.get("rl_steps")) and _is_number(report.get("rl_steps_planned")):
         rows.append(("RL steps", f"{report['rl_steps']} of {report['rl_steps_planned']}"))
-    for name, value in _mapping(report, "stages").items():
-        if _is_number(value):
-            rows.append((name.removesuffix("_s").replace("_", " "), _duration(value)))
-    for name, value in _mapping(report, "throughput").items():
-        if _is_number(value):
-            label, unit = _with_unit(name)
-            rows.append((label, f"{value:,.0f} {unit}".strip() if value >= 10 else f"{value:.3g} {unit}"))
-    sessions = {name: value for name, value in _mapping(report, "rl_sessions").items() if _is_number(value)}
+    for name, value in _numbers(report, "stages").items():
+        rows.append((name.removesuffix("_s").replace("_", " "), _duration(value)))
+    for name, value in _numbers(report, "throughput").items():
+        label, unit = _with_unit(name)
+        rows.append((label, f"{value:,.0f} {unit}".strip() if value >= 10 else f"{value:.3g} {unit}"))
+    sessions = _numbers(report, "rl_sessions")
     if played := sessions.pop("played", 0):
         rows.append(("voided sessions", f"{100 * sum(sessions.values()) / played:.1f} % of {played:,.0f}"))
         rows += [(f"voided by {cause}", f"{100 * count / played:.2f} %") for cause, count in sessions.items()]
     labels = {"k3": "engine against trainer, k3", "max_abs_dlogp": "largest difference of a log-probability"}
-    for name, value in _mapping(report, "parity").items():
-        if _is_number(value):
-            rows.append((labels.get(name, name.replace("_", " ")), f"{value:.3g}"))
-    for name, value in _mapping(report, "parity_gate").items():
-        if _is_number(value):
-            rows.append((f"parity gate, {name}", f"{value:.3g}"))
+    for name, value in _numbers(report, "parity").items():
+        rows.append((labels.get(name, name.replace("_", " ")), f"{value:.3g}"))
+    for name, value in _numbers(report, "parity_gate").items():
+        rows.append((f"parity gate, {name}", f"{value:.3g}"))
     return rows
 
 
@@ -288,14 +282,18 @@ def _estimate(value: object) -> Estimate | None:
         return Estimate(float(value))
     if not isinstance(value, Mapping) or not _is_number(value.get("pass_rate")):
         return None
-    interval, count = value.get("ci95"), value.get("n")
+    interval = value.get("ci95")
     low, high = interval if isinstance(interval, list | tuple) and len(interval) == 2 else (None, None)
-    return Estimate(float(value["pass_rate"]), low, high, count if isinstance(count, int) else None)
+    return Estimate(float(value["pass_rate"]), low, high)
 
 
 def _mapping(report: Report, name: str) -> Mapping[str, Any]:
     value = report.get(name)
     return value if isinstance(value, Mapping) else {}
+
+
+def _numbers(report: Report, name: str) -> dict[str, float]:
+    return {key: value for key, value in _mapping(report, name).items() if _is_number(value)}
 
 
 def _is_number(value: object) -> TypeGuard[float]:

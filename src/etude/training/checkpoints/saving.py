@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from etude.errors import CheckpointError
 from etude.kit.durable import recover_directory
-from etude.model import LanguageModel, build_model
+from etude.model import DraftLayers, LanguageModel, build_model
 from etude.model.huggingface.fields import read_fields, write_fields
 from etude.model.loading import AnyModel, load_any_model, save_any_model
 from etude.training.checkpoints.files import (
@@ -57,8 +57,9 @@ def save_checkpoint(
     state: Mapping[str, Any] | None = None,
     write_more: _WriteMore | None = None,
     retire: Callable[[Path], object] = shutil.rmtree,
+    drafts: DraftLayers | None = None,
 ) -> None:
-    """Writes a Hugging Face directory that includes `state` (tensors and plain values) if given.
+    """Writes a Hugging Face directory that includes `state` (tensors and plain values) and `drafts` if given.
 
     Without a model, only the state is written: for adapters, whose base model is stored separately.
     `write_more` adds files of the caller's, such as the tokenizer's, to the directory it is given. The token
@@ -77,7 +78,7 @@ def save_checkpoint(
 
     def fill(partial: Path) -> None:
         if model is not None:
-            save_any_model(model, partial)
+            save_any_model(model, partial, drafts)
         _write_rest(partial, state, write_more)
 
     write_whole(directory, fill, retire)

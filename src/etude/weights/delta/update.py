@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import functools
 import io
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import BinaryIO, Literal, TypeVar
+from typing import BinaryIO, Literal
 
 import numpy as np
 from torch import Tensor
 
 from etude.errors import ResourceError, WeightUpdateError
+from etude.kit.threads import map_in_order
 from etude.records import PolicyVersion, TensorEntry
 from etude.weights.delta.chunks import CHUNK_WORDS, decode_chunk, encode_chunk
 from etude.weights.delta.classes import Words
@@ -49,9 +48,6 @@ def choose_kernels(choice: KernelChoice = "auto") -> DeltaKernels:
             raise
         return VectorisedKernels()
 
-
-Item = TypeVar("Item")
-Result = TypeVar("Result")
 
 _UNNAMED = PolicyVersion("update", 0)
 
@@ -107,7 +103,7 @@ def write_update(
     entries: list[TensorEntry] = []
     bases: list[TensorEntry] = []
     frames: list[Frame] = []
-    for entry, known, frame in _in_parallel(encode, sorted(target), workers):
+    for entry, known, frame in map_in_order(encode, sorted(target), workers):
         stream.writelines(frame)
         entries.append(entry)
         bases += [known] if known else []
@@ -158,7 +154,7 @@ def apply_update(
             raise _mismatch(manifest, base, entry.name, "the hash of the decoded tensor differs")
         return target
 
-    decoded = _in_parallel(decode, zip(manifest.tensors, frames, strict=True), workers)
+    decoded = map_in_order(decode, zip(manifest.tensors, frames, strict=True), workers)
     return {entry.name: tensor for entry, tensor in zip(manifest.tensors, decoded, strict=True)}
 
 
@@ -208,22 +204,3 @@ def _mismatch(
         received=None if base is None else digest_entries(entries),
         fix=f"apply it to {manifest.base.digest}, or fetch the full snapshot",
     )
-
-
-def _in_parallel(work: Callable[[Item], Result], items: Iterable[Item], workers: int) -> Iterator[Result]:
-    """Results in order, with at most two items per worker in flight, which bounds memory."""
-    if workers <= 1:
-        yield from map(work, items)
-        return
-    with ThreadPoolExecutor(workers, thread_name_prefix="weights") as pool:
-        waiting: deque[Future[Result]] = deque()
-        try:
-            for item in items:
-                waiting.append(pool.submit(work, item))
-                if len(waiting) >= 2 * workers:
-                    yield waiting.popleft().result()
-            while waiting:
-                yield waiting.popleft().result()
-        finally:
-            for future in waiting:
-                future.cancel()

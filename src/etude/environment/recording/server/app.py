@@ -24,10 +24,10 @@ from etude.environment.recording.live import LiveSessions, RecordedSession
 from etude.environment.recording.server.routes import ERRORS, agents, sessions_of, trainers
 from etude.environment.recording.sessions import Recordings
 from etude.errors import EtudeError
+from etude.kit.tasks import sweeping
 from etude.serving.application import build_application
 from etude.serving.metrics import Metrics
 from etude.serving.process import Draining, run_server
-from etude.serving.sweeping import sweeping
 from etude.tokens.chat.dialects import respell_error
 
 _log = logging.getLogger("etude.recording.server")

@@ -23,14 +23,7 @@ _SIZES = (
     "etude_outruns_mkl",
     "etude_sort_copies",
 )
-"""Functions that return a size, a count or a boolean; all others return nothing."""
-_CALLS = (
-    *("etude_pack", "etude_forward", "etude_sample", "etude_rows", "etude_choice", "etude_draft_layer"),
-    *("etude_attention", "etude_product", "etude_flash", "etude_flash_gradients"),
-    *("etude_mixture", "etude_mixture_gradients"),
-    *("etude_norm", "etude_rotation", "etude_gate"),
-    "etude_borrow_threads",
-)
+"""Functions that return a size, a count or a boolean. What ctypes makes of the others has no meaning."""
 
 
 @functools.cache
@@ -43,8 +36,6 @@ def load_library() -> ctypes.CDLL:
     )
     for name in _SIZES:
         getattr(library, name).restype = ctypes.c_int64
-    for name in _CALLS:
-        getattr(library, name).restype = None
     library.etude_borrow_threads(_parallel())
     return library
 

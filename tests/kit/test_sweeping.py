@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from etude.errors import StoreError
-from etude.serving.sweeping import sweeping
+from etude.kit.tasks import sweeping
 
 
 def test_it_sweeps_until_the_block_ends() -> None:
