@@ -26,7 +26,7 @@ from etude.inference.native import NativeForward
 from etude.inference.requests import check_length, check_tokens, serves
 from etude.inference.scheduler import Scheduler
 from etude.inference.scoring import Scoring
-from etude.inference.sequences import Answer
+from etude.inference.sequences import Answer, Sequences
 from etude.inference.speculation import NgramLookup
 from etude.inference.stepping import Stepper
 from etude.inference.times import EngineCounters
@@ -88,22 +88,15 @@ class Engine:
             return (GpuForward if kernels == "gpu" else EagerForward)(model, self._cache, drafts=drafts)
 
         self._weights = DoubleWeights(config, vocab_size, make_forward, target, dtype, layers, keep_spare)
-        num_drafts, cost = (0, None) if drafts is None else (drafts.num_drafts, None)
-        if drafts is not None and drafts.adaptive:
-            cost = step_cost(kernels, self.model, layers)
-        gauge = self._gauge = DraftGauge(num_sessions, num_drafts, cost)
+        adaptive = drafts is not None and drafts.adaptive
+        cost = step_cost(kernels, self.model, layers) if adaptive else None
+        self._gauge = DraftGauge(num_sessions, 0 if drafts is None else drafts.num_drafts, cost)
+        self._sequences = Sequences(self._cache, num_sessions, max_tokens)
         self._scheduler = Scheduler(
-            self._cache,
-            num_sessions,
-            max_tokens,
-            prefill_tokens,
-            drafter,
-            gauge,
-            drafts_in_runs=kernels == "native",
+            self._sequences, prefill_tokens, drafter, self._gauge, self.counters, has_runs=kernels == "native"
         )
-        self._sequences = self._scheduler.sequences
         self._step_tokens = prefill_tokens
-        self._stepper = Stepper(self._scheduler, self._cache, self._weights, self.counters, drafter, gauge)
+        self._stepper = Stepper(self._scheduler, self._weights, drafter)
         self._queue: dict[str, SampleRequest] = {}
         """Submitted requests without a row, by session, in order of arrival."""
 
@@ -314,8 +307,6 @@ class Engine:
         self._allocate_cache()
         self._admit()
         plan = self._scheduler.plan()
-        self.counters.cached_tokens = self._scheduler.pages.cached_tokens
-        self.counters.preemptions = self._scheduler.num_preemptions
         return self._stepper.step(plan, most_steps) if plan is not None else []
 
     def _admit(self) -> None:

@@ -229,17 +229,6 @@ class Sequences:
 
     # ---- answers --------------------------------------------------------------------------------
 
-    def write_sampled(
-        self,
-        rows: NDArray[np.int64],
-        places: NDArray[np.int64],
-        tokens: NDArray[np.int64],
-        logprobs: NDArray[np.float32],
-    ) -> None:
-        """Writes tokens and log-probabilities [N] at `places` [N] of `rows` [N], without changing lengths."""
-        self.tokens[rows, places] = tokens
-        self.logprobs[rows, places] = logprobs
-
     def needs_handling(self, rows: NDArray[np.int64], tokens: NDArray[np.int64]) -> NDArray[np.bool_]:
         """[N] whether the next token of each of `rows` may end its request, or must be reported by itself."""
         stops = self._stops

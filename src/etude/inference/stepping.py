@@ -16,8 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from etude.inference.cache import PAGE_TOKENS, PagedCache
-from etude.inference.draft_gauge import DraftGauge
+from etude.inference.cache import PAGE_TOKENS
 from etude.inference.mtp import MtpDrafter
 from etude.inference.native import NativeForward
 from etude.inference.native.drafting import DecodingSteps
@@ -25,7 +24,6 @@ from etude.inference.sampling import Alternatives, uniforms
 from etude.inference.scheduler import Scheduler, StepPlan
 from etude.inference.sequences import Answer, Sequences
 from etude.inference.speculation import CarriedStates, NgramLookup
-from etude.inference.times import EngineCounters
 from etude.inference.weights import DoubleWeights
 from etude.records import SamplingParams
 
@@ -82,28 +80,21 @@ class Stepper:
     """Executes the scheduler's plans with the weights in service."""
 
     def __init__(
-        self,
-        scheduler: Scheduler,
-        cache: PagedCache,
-        weights: DoubleWeights,
-        counters: EngineCounters,
-        drafter: NgramLookup | MtpDrafter | None,
-        gauge: DraftGauge,
+        self, scheduler: Scheduler, weights: DoubleWeights, drafter: NgramLookup | MtpDrafter | None
     ) -> None:
-        """`drafter`, `gauge`: the same objects as the scheduler's."""
+        """`drafter`: the scheduler's."""
         self._scheduler = scheduler
         self._sequences = scheduler.sequences
-        self._cache = cache
         self._weights = weights
-        self._counters = counters
+        self._counters = scheduler.counters
         self._drafter = drafter
-        self._gauge = gauge
+        self._gauge = scheduler.gauge
 
     @torch.no_grad()
     def step(self, plan: StepPlan, most_steps: int) -> list[Answer]:
         """See Engine.step."""
         compute = self._weights.active.compute
-        if isinstance(compute, NativeForward) and self._scheduler.only_decodes(plan):
+        if isinstance(compute, NativeForward) and plan.starts_run:
             most_steps = min(most_steps, compute.steps_ahead(len(plan.members)))
             wanted = self._num_drafts(plan)
             if wanted.any() and not self._gauge.is_calibrated(plan.members):
@@ -111,9 +102,9 @@ class Stepper:
             plan, num_steps = self._scheduler.extend_plan(plan, most_steps, int(wanted.max()))
             if num_steps > 1 or wanted.any():
                 return self._decode(plan, num_steps, compute, wanted)
-        hidden, routes = self._weights.active.compute(plan.rows)
+        hidden, routes = compute(plan.rows)
         if routes.shape[1]:
-            self._cache.routes[plan.rows.pages, plan.rows.offsets] = routes.numpy()
+            self._sequences.cache.routes[plan.rows.pages, plan.rows.offsets] = routes.numpy()
         self._count(plan)
         answers = self._sample(plan, hidden)
         if isinstance(self._drafter, MtpDrafter):
@@ -122,9 +113,7 @@ class Stepper:
         return answers
 
     def _num_drafts(self, plan: StepPlan) -> NDArray[np.int64]:
-        """[S] most drafts for each of the plan's members."""
-        if self._drafter is None:
-            return np.zeros_like(plan.members)
+        """[S] most drafts for each of the plan's members; 0 without a drafter."""
         return self._gauge.choose_num_drafts(plan.members, self._sequences.arrival[plan.members])
 
     def _count(self, plan: StepPlan) -> None:
@@ -222,7 +211,8 @@ class Stepper:
         num_valid = draws.num_valid(tokens, sequences)
         if self._drafter is not None:
             self._gauge.record(draws.sessions, draws.counts - 1, draws.counts - 1, num_valid - 1)
-        sequences.write_sampled(draws.owners, draws.places, tokens, logprobs.numpy())
+        sequences.tokens[draws.owners, draws.places] = tokens
+        sequences.logprobs[draws.owners, draws.places] = logprobs.numpy()
         self._counters.accepted_tokens += int(num_valid.sum()) - len(num_valid)
         self._counters.decode_tokens += int(num_valid.sum()) - len(num_valid)
         return self._append_draws(draws.sessions, tokens, num_valid, alternatives, draws.counts)
