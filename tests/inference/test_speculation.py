@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from etude.inference import NgramLookup
 from etude.inference.engine import Kernels
-from etude.inference.native import load_library
 from etude.inference.native.structures import Lookup
 from etude.model import LanguageModel, PackedAttention
+from etude.model.kernels.native import load_library
 from tests.inference.builders import ALL_KERNELS, Client, drain, needs_compiler, prompt, small_engine
 from tests.inference.invariants import check_engine
 from tests.model.builders import small_model

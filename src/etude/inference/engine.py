@@ -23,7 +23,7 @@ from etude.inference.forward import EagerForward, ForwardPass
 from etude.inference.gpu import GpuForward
 from etude.inference.mtp import MtpDrafter, MtpDrafts
 from etude.inference.native import NativeForward
-from etude.inference.requests import check_length, check_tokens, serves
+from etude.inference.requests import check_length, check_tokens, not_served, serves
 from etude.inference.scheduler import Scheduler
 from etude.inference.scoring import Scoring
 from etude.inference.sequences import Answer, Sequences
@@ -230,9 +230,7 @@ class Engine:
         version, wanted = self.current(), request.version
         found = version if wanted is None else self._weights.served.get(wanted.adapter)
         if wanted is not None and not serves(found, wanted, request.version_is_minimum):
-            raise SamplerError(
-                "version is not served", field="version", received=f"{wanted}; serving {found or version}"
-            )
+            raise not_served(wanted, found or version)
         row = self._sequences.find(request.session_id)
         in_flight = row is not None and self._sequences.states[row].request is not None
         if in_flight or request.session_id in self._queue:

@@ -128,9 +128,6 @@ def _mask(seen: NDArray[np.int64], length: int) -> Tensor:
     return torch.zeros(hidden.shape).masked_fill_(hidden, float("-inf"))
 
 
-__all__ = ["EagerForward", "ForwardPass", "StepRows"]
-
-
 class ForwardPass(Protocol):
     """Computes the rows of a step, with one model and one cache."""
 

@@ -89,8 +89,8 @@ class GpuForward(ModuleAdapters):
         super().__init__(model)
         self._cache = cache
         self._drafts = drafts
-        self._kernels = _load_kernels()
-        model.ops = self._kernels.ops.GpuOps()
+        self._kernel, ops = _load_kernels()
+        model.ops = ops.GpuOps()
         if capture is None:
             capture = CudaGraphs() if cache.keys.is_cuda else run_uncaptured
         self._capture = capture
@@ -130,14 +130,14 @@ class GpuForward(ModuleAdapters):
         cache = self._cache.drafts
         assert self._drafts is not None and cache is not None, "made together"
         placed = DeviceRows.of(rows, self._model.config, cache)
-        attention = GpuPagedAttention(cache, placed, self._kernels.paged_attention)
+        attention = GpuPagedAttention(cache, placed, self._kernel)
         return self._drafts(self._model, index, hidden, placed.tokens, placed.positions, attention)
 
     def _compute(self, rows: DeviceRows) -> tuple[Tensor, Tensor]:
         """Hidden states [T, width] and routes [T, MoE layers, top_k]; does not synchronise unless the model's
         blocks do."""
         recorder = RecordedRoutes.of(self._model.config)
-        attention = GpuPagedAttention(self._cache, rows, self._kernels.paged_attention)
+        attention = GpuPagedAttention(self._cache, rows, self._kernel)
         hidden = self._model(rows.tokens, rows.positions.clamp_min(0), attention, recorder)
         return hidden, recorder.pop_routes(len(rows.tokens))
 
@@ -179,7 +179,7 @@ class DeviceRows:
     def of(rows: StepRows, config: ModelConfig, cache: PagedCache) -> DeviceRows:
         """Copies rows to the device, with tiles of several positions where the number of heads permits."""
         device, (num_sequences, num_pages) = cache.keys.device, rows.tables.shape
-        kernel = _load_kernels().paged_attention
+        kernel, _ = _load_kernels()
         flat = (rows.tokens, rows.positions, rows.sequence, rows.tables.reshape(-1))
         packed = torch.from_numpy(np.concatenate(flat, dtype=np.int32, casting="unsafe")).to(device)
         tokens, positions, sequence, tables = packed.split([len(part) for part in flat])
@@ -201,7 +201,7 @@ class StepBuffers:
         """[rows, token | position | pages]: one copy brings all of them."""
         self._packed[:, 1] = -1
         places = torch.arange(num_rows, dtype=torch.int32, device=device)
-        kernel = _load_kernels().paged_attention
+        kernel, _ = _load_kernels()
         self._tiles = kernel.Tiles(places, torch.ones_like(places), places, rows_per_tile=1)
 
     def fill(self, rows: StepRows) -> None:
@@ -271,16 +271,11 @@ class GpuPagedAttention:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Kernels:
-    paged_attention: ModuleType
-    ops: ModuleType
-
-
-def _load_kernels() -> _Kernels:
-    """Imported here alone: Triton is not installed everywhere. Raises ResourceError."""
+def _load_kernels() -> tuple[ModuleType, ModuleType]:
+    """The modules of attention and of operators, imported here alone, since Triton is not installed
+    everywhere. Raises ResourceError."""
     try:
         from etude.model.kernels.gpu import ops, paged_attention
     except ImportError as error:
         raise missing_package("computing on a GPU", "triton", field="engine.kernels") from error
-    return _Kernels(paged_attention, ops)
+    return paged_attention, ops

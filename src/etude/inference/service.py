@@ -64,11 +64,10 @@ class EngineService:
         """Session -> its request, from stream() until the last answer."""
         self._replies: dict[str, Reply] = {}
         """Request -> its reply, once the engine has it."""
-        self._turns = EngineTurns(own_thread=delay_steps is None, before=self._record_load)
+        self._turns = EngineTurns(own_thread=delay_steps is None)
         self._scorer = Scorer(engine, self._turns, at_once=delay_steps is not None)
         self._closing: set[str] = set()
         """Sessions to close once their request has ended."""
-        self._last_load = EngineLoad(0, 0, engine.num_free_pages, engine.num_pages)
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
         """Set while no session is open and the engine has no work."""
@@ -241,16 +240,11 @@ class EngineService:
 
     @property
     def load(self) -> EngineLoad:
-        """Current load of the engine, or that before the running step. Requests whose tickets are not due yet
-        count as waiting."""
-        if self._turns.is_free:
-            self._record_load()
-        return self._last_load
-
-    def _record_load(self) -> None:
+        """Current load of the engine, approximately while a thread has it. Requests whose tickets are not due
+        yet count as waiting."""
         engine = self.engine
         num_early = sum(ticket.request is not None for ticket in self._tickets)
-        self._last_load = EngineLoad(
+        return EngineLoad(
             engine.num_running, engine.num_waiting + num_early, engine.num_free_pages, engine.num_pages
         )
 

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from etude.errors import EtudeError, SamplerError
-from etude.inference.requests import already_open, not_open, serves
+from etude.inference.requests import already_open, not_open, not_served, serves
 from etude.inference.times import EngineCounters, ServiceTimes
 from etude.inference.vllm.answers import Finish, Part, Routes, read_part, read_routes
 from etude.inference.vllm.client import Abilities, VllmClient
@@ -286,6 +286,4 @@ class VllmSampler:
     def _check_version(self, wanted: PolicyVersion, *, is_minimum: bool) -> None:
         current = self.current()
         if not serves(current, wanted, is_minimum):
-            raise SamplerError(
-                "version is not served", field="version", received=f"{wanted}; serving {current}"
-            )
+            raise not_served(wanted, current)
