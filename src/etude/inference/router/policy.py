@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 import xxhash
 
+from etude.errors import ConfigError
 from etude.inference.router.types import NoReplicaError, Replica, ReplicaState, RouteRequest, RoutingConfig
 
 _Load = Callable[[Replica], float]
@@ -85,11 +86,12 @@ class Router:
     # ---- replicas -------------------------------------------------------------------------------
 
     def join(self, name: str, pool: str = "serve", version: str | None = None, *, ready: bool = True) -> None:
-        """Adds a replica that may get requests from now on. Raises ValueError for a name that is in use."""
+        """Adds a replica, which may get requests from now on if `ready`. Raises ConfigError for a name that
+        is in use."""
         if name in self.replicas:
-            raise ValueError(f"Router.join: {name!r} is there already")
+            raise ConfigError("already exists", field="replica", received=name, fix="remove it first")
         state = ReplicaState.READY if ready else ReplicaState.JOINING
-        self.replicas[name] = Replica(name, pool, pool, version, ready=ready, state=state)
+        self.replicas[name] = Replica(name, pool, pool, version, state=state)
 
     def remove(self, name: str) -> None:
         """Removes a replica. Its requests in flight are still to be ended one by one; its sessions move."""

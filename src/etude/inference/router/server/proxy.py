@@ -246,8 +246,7 @@ class Proxy:
     async def relay(self, opened: OpenAnswer) -> AsyncIterator[bytes]:
         """Yields the stream's bytes in whole events, and an error event if it ends without its last event."""
         assert opened.rest is not None
-        guard, cut = opened.guard, ""
-        served = False
+        guard, cause = opened.guard, "the stream ended without its last event"
         try:
             yield opened.first
             try:
@@ -256,20 +255,16 @@ class Proxy:
                     if whole:
                         self.router.progress(opened.request.id, guard.num_events)
                         yield whole
-                cut = "" if guard.ended else "the stream ended without its last event"
             except NoAnswerError as error:
-                cut = "" if guard.ended else error.message
-            if cut:
-                self._fail(opened.replica, cut)
-                self.metrics.count("etude_router_cut_streams")
-                yield error_event(f"the answer was cut: the replica failed ({cut})", "replica_lost")
-            served = not cut
-        finally:
-            if served:
+                cause = error.message
+            if guard.ended:
                 self._end(opened.request, opened.replica, guard.usage, guard.num_events)
             else:
-                self.router.end(opened.request.id, time.monotonic(), guard.num_events)
-            await opened.answer.aclose()
+                self._fail(opened.replica, cause)
+                self.metrics.count("etude_router_cut_streams")
+                yield error_event(f"the answer was cut: the replica failed ({cause})", "replica_lost")
+        finally:
+            await self.discard(opened)
 
     async def discard(self, opened: OpenAnswer) -> None:
         """Closes an answer that is not read to its end. Idempotent; does nothing after a complete `relay`."""
