@@ -80,7 +80,8 @@ class Engine:
         kv_dtype: torch.dtype = getattr(torch, cache_type(cache_dtype, kernels, computed))
         self.counters = EngineCounters()
         self._cache = PagedCache(config, num_pages, target, kv_dtype)
-        layers, drafter = _open_drafts(drafts, self._cache, num_sessions, target, kv_dtype)
+        self._sequences = Sequences(self._cache, num_sessions, max_tokens)
+        layers, drafter = _open_drafts(drafts, self._sequences, target, kv_dtype)
 
         def make_forward(model: LanguageModel, drafts: DraftLayers | None) -> ForwardPass:
             if kernels == "native":
@@ -91,7 +92,6 @@ class Engine:
         adaptive = drafts is not None and drafts.adaptive
         cost = step_cost(kernels, self.model, layers) if adaptive else None
         self._gauge = DraftGauge(num_sessions, 0 if drafts is None else drafts.num_drafts, cost)
-        self._sequences = Sequences(self._cache, num_sessions, max_tokens)
         self._scheduler = Scheduler(
             self._sequences, prefill_tokens, drafter, self._gauge, self.counters, has_runs=kernels == "native"
         )
@@ -333,14 +333,11 @@ class Engine:
 
 
 def _open_drafts(
-    drafts: NgramLookup | MtpDrafts | None,
-    cache: PagedCache,
-    num_sessions: int,
-    device: torch.device,
-    dtype: torch.dtype,
+    drafts: NgramLookup | MtpDrafts | None, sequences: Sequences, device: torch.device, dtype: torch.dtype
 ) -> tuple[DraftLayers | None, NgramLookup | MtpDrafter | None]:
-    """Draft layers, if any, for which `cache` gets a second cache (`cache.drafts`), and the drafter."""
+    """Draft layers, if any, which get a cache of their own (`PagedCache.drafts`), and the drafter."""
     if not isinstance(drafts, MtpDrafts):
         return None, drafts
+    cache = sequences.cache
     cache.drafts = PagedCache(drafts.layers.config, cache.num_pages, device, dtype)
-    return drafts.layers, MtpDrafter(len(drafts.layers.layers), num_sessions, drafts.num_drafts)
+    return drafts.layers, MtpDrafter(sequences, len(drafts.layers.layers), drafts.num_drafts)

@@ -192,7 +192,7 @@ class Scheduler:
         rooms = np.minimum(wanted, sequences.draft_room(decode))
         for number, (row, room) in enumerate(zip(decode.tolist(), rooms.tolist(), strict=True)):
             length = int(sequences.length[row])
-            drafts = self._drafter.draft(sequences, row, room)
+            drafts = self._drafter.draft(row, sequences.tokens[row, :length], room)
             sequences.tokens[row, length : length + len(drafts)] = drafts
             counts[number] += len(drafts)
         return counts

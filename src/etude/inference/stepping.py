@@ -109,7 +109,7 @@ class Stepper:
         answers = self._sample(plan, hidden)
         if isinstance(self._drafter, MtpDrafter):
             wanted = self._num_drafts(plan)
-            self._drafter.draft_after_step(plan, hidden, self._weights.active, self._sequences, wanted)
+            self._drafter.draft_after_step(plan, hidden, self._weights.active, wanted)
         return answers
 
     def _num_drafts(self, plan: StepPlan) -> NDArray[np.int64]:
@@ -167,7 +167,7 @@ class Stepper:
             noise=noise,
             source=source,
         )
-        taken = compute.decode(run, sequences, self._params(members))
+        taken = compute.decode(run, sequences)
         ends = run.lengths - 1
         sequences.computed[members] = sequences.length[members] = ends
         self._count_steps(taken)
@@ -179,7 +179,7 @@ class Stepper:
         last = sequences.tokens[members, ends].astype(np.int64)
         answers = self._append_draws(members, last, np.ones_like(members), [])
         if isinstance(drafter, MtpDrafter):
-            drafter.record_drafts(members, run.ready, sequences)
+            drafter.record_drafts(members, run.ready)
         self._cache_pages(plan, ends)
         return answers
 
@@ -188,20 +188,13 @@ class Stepper:
     ) -> tuple[NDArray[np.int64], NgramLookup | CarriedStates | None]:
         """[S] drafts that already follow the tokens of `members`, and from where native code drafts more."""
         if isinstance(drafter, MtpDrafter):
-            return drafter.begin_run(members, self._sequences, self._weights.active.model.final_norm)
+            return drafter.begin_run(members, self._weights.active.model.final_norm)
         return np.zeros_like(members), drafter
-
-    def _params(self, rows: NDArray[np.int64]) -> list[SamplingParams]:
-        """Sampling parameters of the requests in `rows`, which all have one."""
-        requests = [self._sequences.states[row].request for row in rows.tolist()]
-        params = [request.params for request in requests if request is not None]
-        assert len(params) == len(requests), "only rows with a request sample"
-        return params
 
     def _draw(self, draws: Draws, hidden: Tensor) -> list[Answer]:
         """Samples tokens from the step's hidden states [T, width], and appends the valid ones."""
         sequences, compute = self._sequences, self._weights.active.compute
-        params = self._params(draws.owners)
+        params = sequences.params(draws.owners)
         if len(draws.hidden_rows) < len(hidden):
             hidden = hidden[torch.from_numpy(draws.hidden_rows)]
         noise = uniforms(sequences.key[draws.owners], draws.places)

@@ -49,21 +49,14 @@ class DecodingSteps:
         self.drafted, self.accepted = np.zeros_like(self.lengths), np.zeros_like(self.lengths)
 
 
-@dataclass(slots=True, eq=False)
-class Columns:
-    """Sampling parameters by column, as native code reads them."""
-
-    temperatures: NDArray[np.float32]
-    top_p: NDArray[np.float32]
-    min_p: NDArray[np.float32]
-    top_k: NDArray[np.int64]
-
-    @staticmethod
-    def of(params: Sequence[SamplingParams]) -> Columns:
-        """One entry per request, in the order given."""
-        above_zeros = [[above_zero(p.temperature) for p in params], [above_zero(p.top_p) for p in params]]
-        temperatures, top_p, min_p = np.array([*above_zeros, [p.min_p for p in params]], dtype=np.float32)
-        return Columns(temperatures, top_p, min_p, np.array([p.top_k for p in params], dtype=np.int64))
+def sampling_columns(params: Sequence[SamplingParams]) -> dict[str, NDArray[Any]]:
+    """Sampling parameters by the names of the structures' fields, one entry per request."""
+    return {
+        "temperatures": np.array([above_zero(p.temperature) for p in params], dtype=np.float32),
+        "top_p": np.array([above_zero(p.top_p) for p in params], dtype=np.float32),
+        "min_p": np.array([p.min_p for p in params], dtype=np.float32),
+        "top_k": np.array([p.top_k for p in params], dtype=np.int64),
+    }
 
 
 class NativeRun:
@@ -73,14 +66,13 @@ class NativeRun:
         self,
         steps: DecodingSteps,
         sequences: Sequences,
-        columns: Columns,
         layers: NativeDraftWeights | None,
         vocabulary: int,
     ) -> None:
         """`layers`: weights of the draft layers, where `steps.source` is `CarriedStates`."""
         rows, routes = steps.rows, sequences.cache.routes
         adapters = sequences.adapters_of(rows)
-        self._held: list[Any] = [columns]
+        self._held: list[Any] = []
         most_pages = int(sequences.num_pages[rows].max())
         first_stops = np.cumsum([0, *map(len, steps.stops)])
         stop_tokens = np.array([token for row in steps.stops for token in row], dtype=np.int64)
@@ -104,10 +96,6 @@ class NativeRun:
             stops=self._hold(stop_tokens),
             noise=self._hold(steps.noise),
             noise_places=steps.noise.shape[1],
-            temperatures=columns.temperatures.ctypes.data,
-            top_p=columns.top_p.ctypes.data,
-            min_p=columns.min_p.ctypes.data,
-            top_k=columns.top_k.ctypes.data,
             tables=self._hold(sequences.tables[rows, :most_pages]),
             max_pages=most_pages,
             routes=routes.ctypes.data,
@@ -115,6 +103,7 @@ class NativeRun:
             route_bytes=routes.itemsize,
             vocabulary=vocabulary,
             adapters=None if adapters is None else self._hold(adapters),
+            **{name: self._hold(column) for name, column in sampling_columns(sequences.params(rows)).items()},
         )
         if isinstance(steps.source, NgramLookup):
             lookup = Lookup(steps.source.longest, steps.source.shortest)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from etude.config import ModelConfig
 from etude.inference.cache import PagedCache, StepRows
-from etude.inference.native.drafting import Columns, DecodingSteps, NativeRun
+from etude.inference.native.drafting import DecodingSteps, NativeRun, sampling_columns
 from etude.inference.native.structures import Draw, Step
 from etude.inference.native.weights import NativeAdapter, NativeDraftWeights, NativeWeights
 from etude.inference.sequences import Sequences
@@ -105,20 +105,17 @@ class NativeForward:
         self._reserve_sampling(threads)
         tokens, logprobs = aligned((count,), torch.int64), aligned((count,))
         logits = aligned((count, self._model.vocab_size))
-        hidden, columns, noise = hidden.contiguous(), Columns.of(params), np.ascontiguousarray(draws)
+        hidden, columns, noise = hidden.contiguous(), sampling_columns(params), np.ascontiguousarray(draws)
         draw = Draw(
             rows=count,
             vocabulary=self._model.vocab_size,
             hidden=hidden.data_ptr(),
-            temperatures=columns.temperatures.ctypes.data,
-            top_p=columns.top_p.ctypes.data,
-            min_p=columns.min_p.ctypes.data,
-            top_k=columns.top_k.ctypes.data,
             draws=noise.ctypes.data,
             logits=logits.data_ptr(),
             tokens=tokens.data_ptr(),
             logprobs=logprobs.data_ptr(),
             raw_logprobs=None,
+            **{name: column.ctypes.data for name, column in columns.items()},
         )
         head = ctypes.byref(self._weights.head.native[0])
         self._library.etude_sample(
@@ -132,11 +129,10 @@ class NativeForward:
         work = num_rows * (self._weights.work_per_row + self._model.head.numel())
         return max(1, min(MAX_STEPS_AHEAD, WORK_AHEAD // work))
 
-    def decode(self, steps: DecodingSteps, sequences: Sequences, params: Sequence[SamplingParams]) -> int:
+    def decode(self, steps: DecodingSteps, sequences: Sequences) -> int:
         """Computes up to `steps.most_steps` steps, until a session ends or lacks a page; returns how many.
         Tokens, log-probabilities and routes have the bits of single steps without drafts."""
-        columns, vocabulary = Columns.of(params), self._model.vocab_size
-        run = NativeRun(steps, sequences, columns, self._draft_weights, vocabulary)
+        run = NativeRun(steps, sequences, self._draft_weights, self._model.vocab_size)
         rows = self._library.etude_drafting_rows(ctypes.byref(run.native))
         threads = self._threads_for(rows * (self._weights.work_per_row + self._model.head.numel()))
         self._reserve(rows, threads, self._weights)
