@@ -65,7 +65,7 @@ class Loan:
 
     borrower: str
     lease_s: float
-    renewed_s: float
+    renewed_s: float = field(default_factory=time.monotonic)
     id: str = field(default_factory=lambda: secrets.token_hex(6))
     token: str = field(default_factory=lambda: secrets.token_urlsafe(32))
     """Bearer token of this loan's routes."""
@@ -96,7 +96,6 @@ class LoanDesk:
         home: WeightManifest,
         about: Mapping[str, Any],
         open_store: Callable[[str], Fetch] = fetch_from_store,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`home`: of the weights in service. `about`: facts about the engine for borrowers. `open_store`:
         opens the store that a borrower names."""
@@ -109,7 +108,6 @@ class LoanDesk:
         """Duration of the last return, from the recall until the users' weights served again."""
         self._engine, self._about = engine, about
         self._open_store = open_store
-        self._clock = clock
         self._last_loan: Loan | None = None
         self._watching: asyncio.Task[None] | None = None
         self._returning: asyncio.Task[None] | None = None
@@ -138,7 +136,7 @@ class LoanDesk:
                 "the replica is lent already", field="state", received=self.loan.borrower, fix="recall it"
             )
         await self.home.begin_loan()
-        self.loan = Loan(borrower, lease_s, self._clock())
+        self.loan = Loan(borrower, lease_s)
         self.state = LoanState.LENT
         self._watching = asyncio.create_task(self._watch(self.loan))
         return self.loan
@@ -152,12 +150,12 @@ class LoanDesk:
             await asyncio.shield(self._returning)
 
     async def _watch(self, loan: Loan) -> None:
-        while (left_s := loan.renewed_s + loan.lease_s - self._clock()) > 0:  # noqa: ASYNC110 (a clock's time)
+        while (left_s := loan.renewed_s + loan.lease_s - time.monotonic()) > 0:  # noqa: ASYNC110 (a clock's time)
             await asyncio.sleep(left_s)
         await self.recall(f"{loan.borrower} sent nothing for {loan.lease_s:g} s")
 
     async def _return(self, loan: Loan) -> None:
-        began_s = self._clock()
+        began_s = time.monotonic()
         self.state = LoanState.RETURNING
         loan.closing.set()
         ends = (exchange.end(_ABORT_S) for exchange in loan.exchanges.values())
@@ -170,7 +168,7 @@ class LoanDesk:
         loan.fetch = None  # it holds two versions of the run's weights
         self._last_loan, self.loan, self._returning = loan, None, None
         self.state = LoanState.HOME
-        self.last_return_s = self._clock() - began_s
+        self.last_return_s = time.monotonic() - began_s
         if self._watching is not None:
             self._watching.cancel()
 
@@ -207,7 +205,7 @@ class LoanDesk:
         """Renews the lease; returns the engine's usage counters. Raises LoanOverError."""
         if loan.ended.is_set():
             self._check_open(loan)
-        loan.renewed_s = self._clock()
+        loan.renewed_s = time.monotonic()
         return self._engine.usage()
 
     async def begin(self, loan: Loan, store: str) -> dict[str, Any]:
@@ -217,7 +215,7 @@ class LoanDesk:
         Raises LoanOverError, StoreError.
         """
         self._check_open(loan)
-        loan.renewed_s = self._clock()
+        loan.renewed_s = time.monotonic()
         if loan.fetch is None or loan.store != store:
             loan.fetch, loan.store = self._open_store(store), store
         exchanges, loan.exchanges = loan.exchanges, {}
