@@ -155,8 +155,8 @@ class GpuForward(ModuleAdapters):
             num_pages *= _PAGE_GROWTH
         key = (num_rows, num_pages, adapter)
         if key not in self._captured:
-            inputs = StepBuffers(num_rows, num_pages, self._cache.keys.device)
-            self._captured[key] = _CapturedStep(inputs, self._compute, self._capture)
+            device = self._cache.keys.device
+            self._captured[key] = _CapturedStep(num_rows, num_pages, device, self._compute, self._capture)
         return self._captured[key]
 
 
@@ -191,45 +191,25 @@ class DeviceRows:
         return DeviceRows(tokens.long(), positions.long(), sequence, shaped, tiles)
 
 
-class StepBuffers:
-    """Fixed input buffers for up to `num_rows` rows, each with its own table of up to `num_pages` pages."""
+class _CapturedStep:
+    """A captured step, from fixed input buffers to fixed outputs, of up to `num_rows` rows, each with its own
+    table of up to `num_pages` pages."""
 
-    def __init__(self, num_rows: int, num_pages: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        num_rows: int,
+        num_pages: int,
+        device: torch.device,
+        compute: Callable[[DeviceRows], tuple[Tensor, Tensor]],
+        capture: Capture,
+    ) -> None:
         """Initially all rows are padding."""
-        self.num_rows = num_rows
         self._packed = torch.zeros((num_rows, 2 + num_pages), dtype=torch.int32, device=device)
         """[rows, token | position | pages]: one copy brings all of them."""
         self._packed[:, 1] = -1
         places = torch.arange(num_rows, dtype=torch.int32, device=device)
         kernel, _ = _load_kernels()
         self._tiles = kernel.Tiles(places, torch.ones_like(places), places, rows_per_tile=1)
-
-    def fill(self, rows: StepRows) -> None:
-        """Writes `rows`, and padding after them. Does not wait for the device."""
-        count, num_pages = len(rows.tokens), rows.tables.shape[1]
-        packed = np.zeros((self.num_rows, 2 + num_pages), dtype=np.int32)
-        packed[:count, 0] = rows.tokens
-        packed[:, 1] = -1
-        packed[:count, 1] = rows.positions
-        packed[:count, 2:] = rows.tables[rows.sequence]
-        self._packed[:, : 2 + num_pages].copy_(torch.from_numpy(packed))
-
-    def view(self) -> DeviceRows:
-        """The buffers' rows, as inputs of the computation."""
-        tokens, positions = self._packed[:, 0].long(), self._packed[:, 1].long()
-        return DeviceRows(tokens, positions, self._tiles.sequence, self._packed[:, 2:], self._tiles)
-
-
-class _CapturedStep:
-    """A captured step of one size, from fixed inputs to fixed outputs."""
-
-    def __init__(
-        self,
-        inputs: StepBuffers,
-        compute: Callable[[DeviceRows], tuple[Tensor, Tensor]],
-        capture: Capture,
-    ) -> None:
-        self._inputs = inputs
         self._compute = compute
         self._capture = capture
         self._outputs: tuple[Tensor, Tensor] | None = None
@@ -237,7 +217,7 @@ class _CapturedStep:
 
     def run(self, rows: StepRows) -> tuple[Tensor, Tensor]:
         """Hidden states of `rows`, and their routes, which the next run overwrites."""
-        self._inputs.fill(rows)
+        self._fill(rows)
         if self._repeat is None:
             self._repeat = self._capture(self._into_outputs)
         self._repeat()
@@ -245,8 +225,20 @@ class _CapturedStep:
         hidden, routes = self._outputs
         return hidden[: len(rows.tokens)].clone(), routes[: len(rows.tokens)]
 
+    def _fill(self, rows: StepRows) -> None:
+        """Writes `rows`, and padding after them. Does not wait for the device."""
+        count, num_pages = len(rows.tokens), rows.tables.shape[1]
+        packed = np.zeros((len(self._packed), 2 + num_pages), dtype=np.int32)
+        packed[:count, 0] = rows.tokens
+        packed[:, 1] = -1
+        packed[:count, 1] = rows.positions
+        packed[:count, 2:] = rows.tables[rows.sequence]
+        self._packed[:, : 2 + num_pages].copy_(torch.from_numpy(packed))
+
     def _into_outputs(self) -> None:
-        computed = self._compute(self._inputs.view())
+        tokens, positions = self._packed[:, 0].long(), self._packed[:, 1].long()
+        rows = DeviceRows(tokens, positions, self._tiles.sequence, self._packed[:, 2:], self._tiles)
+        computed = self._compute(rows)
         if self._outputs is None:
             self._outputs = computed[0].clone(), computed[1].clone()
         for output, value in zip(self._outputs, computed, strict=True):

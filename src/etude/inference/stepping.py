@@ -19,7 +19,6 @@ from torch import Tensor
 from etude.inference.cache import PAGE_TOKENS
 from etude.inference.mtp import MtpDrafter
 from etude.inference.native import NativeForward
-from etude.inference.native.drafting import DecodingSteps
 from etude.inference.sampling import Alternatives, uniforms
 from etude.inference.scheduler import Scheduler, StepPlan
 from etude.inference.sequences import Answer, Sequences
@@ -151,27 +150,12 @@ class Stepper:
         `wanted` [S] drafts in each."""
         sequences, members, most_drafts = self._sequences, plan.members, int(wanted.max())
         drafter = self._drafter if most_drafts else None
-        lengths = sequences.length[members]
-        remaining = sequences.limit[members] - lengths
-        places = min(num_steps * (1 + most_drafts), int(remaining.max())) + most_drafts
-        noise = uniforms(sequences.key[members][:, None], lengths[:, None] + np.arange(places))
         ready, source = self._begin_run(members, drafter)
-        run = DecodingSteps(
-            rows=members,
-            most_steps=num_steps,
-            most_positions=num_steps * len(members),
-            lengths=lengths.copy(),
-            wanted=wanted,
-            ready=ready,
-            stops=sequences.stops(members),
-            noise=noise,
-            source=source,
-        )
-        taken = compute.decode(run, sequences)
+        run = compute.decode(sequences, members, num_steps, wanted, ready, source)
         ends = run.lengths - 1
         sequences.computed[members] = sequences.length[members] = ends
-        self._count_steps(taken)
-        self._counters.decode_tokens += taken * len(members) + int(run.accepted.sum())
+        self._count_steps(run.num_steps)
+        self._counters.decode_tokens += run.num_steps * len(members) + int(run.accepted.sum())
         self._counters.drafted_tokens += int(run.drafted.sum())
         self._counters.accepted_tokens += int(run.accepted.sum())
         if drafter is not None:

@@ -13,10 +13,11 @@ from torch import Tensor
 
 from etude.config import ModelConfig
 from etude.inference.cache import PagedCache, StepRows
-from etude.inference.native.drafting import DecodingSteps, NativeRun, sampling_columns
+from etude.inference.native.drafting import DecodingRun, sampling_columns
 from etude.inference.native.structures import Draw, Step
 from etude.inference.native.weights import NativeAdapter, NativeDraftWeights, NativeWeights
 from etude.inference.sequences import Sequences
+from etude.inference.speculation import CarriedStates, NgramLookup
 from etude.model import DraftLayers, LanguageModel
 from etude.model.adapted_ops import Pair
 from etude.model.kernels.native import calls, load_library
@@ -129,10 +130,19 @@ class NativeForward:
         work = num_rows * (self._weights.work_per_row + self._model.head.numel())
         return max(1, min(MAX_STEPS_AHEAD, WORK_AHEAD // work))
 
-    def decode(self, steps: DecodingSteps, sequences: Sequences) -> int:
-        """Computes up to `steps.most_steps` steps, until a session ends or lacks a page; returns how many.
-        Tokens, log-probabilities and routes have the bits of single steps without drafts."""
-        run = NativeRun(steps, sequences, self._draft_weights, self._model.vocab_size)
+    def decode(
+        self,
+        sequences: Sequences,
+        members: NDArray[np.int64],
+        most_steps: int,
+        wanted: NDArray[np.int64],
+        ready: NDArray[np.int64],
+        source: NgramLookup | CarriedStates | None,
+    ) -> DecodingRun:
+        """Computes up to `most_steps` steps of the rows `members`, until a session ends or lacks a page:
+        see DecodingRun. Tokens, log-probabilities and routes have the bits of single steps without drafts."""
+        layers, vocabulary = self._draft_weights, self._model.vocab_size
+        run = DecodingRun(sequences, members, most_steps, wanted, ready, source, layers, vocabulary)
         rows = self._library.etude_drafting_rows(ctypes.byref(run.native))
         threads = self._threads_for(rows * (self._weights.work_per_row + self._model.head.numel()))
         self._reserve(rows, threads, self._weights)
@@ -144,7 +154,7 @@ class NativeForward:
         )
         if len(self._workspace) < needed:
             self._workspace = aligned((needed,), torch.uint8)
-        return self._library.etude_draft_run(
+        run.num_steps = self._library.etude_draft_run(
             ctypes.byref(self._weights.model),
             self._weights.layers,
             ctypes.byref(self._weights.head.native[0]),
@@ -154,6 +164,7 @@ class NativeForward:
             pointer(self._scratch),
             pointer(self._sample_scratch),
         )
+        return run
 
     def logits(self, hidden: Tensor) -> Tensor:
         """See ForwardPass: the same bits that `sample` draws from."""

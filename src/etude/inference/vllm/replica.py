@@ -127,7 +127,6 @@ class Replica:
         try:
             await self._shut_down("vLLM was stopped")
             await self._server.stop()
-            self._serving.set()  # wakes waiting callers, who then find the failure
         finally:
             if self._fetched is not None:
                 self._fetched.close()
@@ -330,6 +329,8 @@ class Replica:
             _LOG.log(logging.INFO if self._failure else logging.WARNING, "stopping vLLM: %s", reason)
             await client.close()
         self.history.refuse_pending()
+        if self._failure is not None:
+            self._serving.set()  # wakes waiting callers, who then find the failure
 
     async def _restart(self, snapshot: Snapshot, reason: str) -> None:
         """Restarts the server. After too many failures raises the last one; the replica is then stopped."""
@@ -350,7 +351,7 @@ class Replica:
                 await self._shut_down(str(error))
                 failure = error
         self._failure = self._failure or failure
-        self._serving.set()  # wakes waiting callers, who then find the failure
+        self._serving.set()
         raise failure
 
     async def _watch(self) -> None:
@@ -360,7 +361,6 @@ class Replica:
             failure = SamplerError("vLLM cannot be monitored", received=repr(error))
             self._failure = self._failure or failure
             await self._shut_down(str(failure))
-            self._serving.set()  # wakes waiting callers, who then find the failure
 
     async def _restart_when_ended(self) -> None:
         """Restarts the server after it has ended by itself."""

@@ -20,7 +20,6 @@ _LEND_S = 60.0
 """Long, since the replica may have to read its own weights from disk."""
 _RECALL_S = 120.0
 _TICK_S = 0.02
-_CREATED = 201
 
 
 class LoanKeeper:
@@ -68,7 +67,7 @@ class LoanKeeper:
         body = {"borrower": loan.borrower, "lease_s": borrower.lease_s if borrower is not None else 1.0}
         try:
             answer = await self._ask("POST", loan.replica, _LEND_S, body)
-            if answer.status_code != _CREATED:
+            if not answer.is_success:
                 raise answer_error(answer)
             granted = read_json(answer)
             loan.id, loan.token = granted["id"], granted["token"]
