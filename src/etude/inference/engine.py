@@ -7,6 +7,7 @@ that computes the same. Nothing here waits, does I/O or reads a clock, so equal 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Literal
 
@@ -30,7 +31,7 @@ from etude.inference.sequences import Answer, Sequences
 from etude.inference.speculation import NgramLookup
 from etude.inference.stepping import Stepper
 from etude.inference.times import EngineCounters
-from etude.inference.weights import DoubleWeights
+from etude.inference.weights import DoubleWeights, make_runner
 from etude.model import DraftLayers, LanguageModel
 from etude.model.kernels.native.matrices import WeightType
 from etude.protocols import KvPolicy
@@ -88,7 +89,8 @@ class Engine:
                 return NativeForward(model, self._cache, native_threads, native_weights, drafts)
             return (GpuForward if kernels == "gpu" else EagerForward)(model, self._cache, drafts=drafts)
 
-        self._weights = DoubleWeights(config, vocab_size, make_forward, target, dtype, layers, keep_spare)
+        make = functools.partial(make_runner, config, vocab_size, make_forward, target, dtype, layers)
+        self._weights = DoubleWeights(make, keep_spare)
         adaptive = drafts is not None and drafts.adaptive
         cost = step_cost(kernels, self.model, layers) if adaptive else None
         self._gauge = DraftGauge(num_sessions, 0 if drafts is None else drafts.num_drafts, cost)

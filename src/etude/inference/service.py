@@ -35,7 +35,7 @@ from etude.inference.requests import already_open, not_open
 from etude.inference.scorer import Scorer
 from etude.inference.sequences import Answer
 from etude.inference.tickets import Reply, Ticket, TicketQueue
-from etude.inference.times import EngineCounters, EngineLoad, ServiceTimes
+from etude.inference.times import EngineLoad, ServiceTimes
 from etude.inference.turns import EngineTurns
 from etude.kit.tasks import finish_in_thread
 from etude.protocols import KvPolicy, Pace
@@ -56,6 +56,7 @@ class EngineService:
         """`delay_steps`: steps after which a session's next request is waited for; None admits requests on
         arrival (for interactive use, where timing need not be reproducible), and steps in a thread."""
         self.engine = engine
+        self.counters = engine.counters
         self.times = ServiceTimes()
         self._fetch_weights = fetch_weights
         self._delay_steps = delay_steps
@@ -78,7 +79,8 @@ class EngineService:
         self._may_step.set()
         self._pace: Pace | None = None
         self._loop_task: asyncio.Task[None] | None = None
-        self._failure: BaseException | None = None
+        self.failure: BaseException | None = None
+        """The error that ended the loop; None while it runs."""
 
     async def __aenter__(self) -> EngineService:
         self._loop_task = asyncio.create_task(self._run())
@@ -92,8 +94,8 @@ class EngineService:
                 await self._loop_task
         finally:
             await self._turns.close()
-        self._failure = SamplerError("the engine was stopped")
-        self._fail_waiting(self._failure)
+        self.failure = SamplerError("the engine was stopped")
+        self._fail_waiting(self.failure)
 
     # ---- Sampler --------------------------------------------------------------------------------
 
@@ -120,8 +122,8 @@ class EngineService:
         """See Sampler.stream. Chunks come when the message is complete, one per policy version; if the
         request is `streaming`, after each step. A stream that is not read to its end aborts its request;
         so does `deadline_s`, counted from this call."""
-        if self._failure is not None:
-            raise SamplerError("the engine has failed", received=repr(self._failure))
+        if self.failure is not None:
+            raise SamplerError("the engine has failed", received=repr(self.failure))
         reply = Reply()
         if not self._tickets.mark_returned(request.session_id, request, reply):
             raise not_open(request.session_id)
@@ -149,8 +151,8 @@ class EngineService:
 
     async def score(self, tokens: NDArray[np.int32], version: PolicyVersion) -> Scores:
         """See Sampler.score, and `Scorer`."""
-        if self._failure is not None:
-            raise SamplerError("the engine has failed", received=repr(self._failure))
+        if self.failure is not None:
+            raise SamplerError("the engine has failed", received=repr(self.failure))
         return await self._scorer.score(tokens, version)
 
     def abort(self, request_id: str) -> None:
@@ -210,7 +212,7 @@ class EngineService:
     async def release_memory(self) -> None:
         """See Engine.release_memory. Waits for sessions that are being closed."""
         async with self._scorer.weights_lock:
-            if not self._tickets.any_outstanding and not self._in_flight and self._failure is None:
+            if not self._tickets.any_outstanding and not self._in_flight and self.failure is None:
                 await self._idle.wait()
             await self._turns.wait_until_free()
             self.engine.release_memory()
@@ -223,20 +225,10 @@ class EngineService:
 
     # ---- for metrics ----------------------------------------------------------------------------
 
-    @property
-    def counters(self) -> EngineCounters:
-        """The engine's counters."""
-        return self.engine.counters
-
     def usage(self) -> dict[str, float]:
         """Counters and times by their names in EngineCounters and ServiceTimes."""
         times = {name: value for name, value in asdict(self.times).items() if isinstance(value, float)}
         return {**asdict(self.counters), **times}
-
-    @property
-    def failure(self) -> BaseException | None:
-        """The error that ended the loop; None while it runs."""
-        return self._failure
 
     @property
     def load(self) -> EngineLoad:
@@ -268,7 +260,7 @@ class EngineService:
                     self._idle.set()
                     await self._wait_for_work()
         except Exception as error:
-            self._failure = error
+            self.failure = error
             self._fail_waiting(error)
             raise
 

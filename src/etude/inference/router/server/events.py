@@ -47,12 +47,8 @@ class EventGuard:
         elif b"data:" in event:
             self.num_events += 1
             if _USAGE.search(event):
-                self.usage = _usage_of(event) or self.usage
-
-
-def _usage_of(event: bytes) -> dict[str, Any] | None:
-    lines = [line[5:].strip() for line in event.splitlines() if line.startswith(b"data:")]
-    return usage_in(b"\n".join(lines))
+                lines = [line[5:].strip() for line in event.splitlines() if line.startswith(b"data:")]
+                self.usage = usage_in(b"\n".join(lines)) or self.usage
 
 
 def usage_in(document: bytes) -> dict[str, Any] | None:
