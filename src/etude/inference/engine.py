@@ -240,9 +240,6 @@ class Engine:
                 "session has a request in flight", field="session_id", received=request.session_id
             )
         check_tokens(request.suffix, self.model.vocab_size)
-        self._check_length(request, row)
-
-    def _check_length(self, request: SampleRequest, row: int | None) -> None:
         known = 0
         if request.prefix_digest is not None:
             if row is None or self._sequences.digest(row) != request.prefix_digest:

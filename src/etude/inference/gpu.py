@@ -24,7 +24,7 @@ from torch import Tensor
 from etude.config import ModelConfig
 from etude.errors.packages import missing_package
 from etude.inference.cache import PagedCache, StepRows
-from etude.inference.forward import ModuleAdapters
+from etude.inference.forward import ModuleForward
 from etude.inference.sampling import sample
 from etude.model import DraftLayers, LanguageModel, RecordedRoutes
 from etude.model.adapted_ops import Pairs
@@ -72,7 +72,7 @@ class CudaGraphs:
         return graph.replay
 
 
-class GpuForward(ModuleAdapters):
+class GpuForward(ModuleForward):
     """Implements ForwardPass with a model and a cache on one device. Steps with several adapters, or with any
     adapter in a mixture of experts, are not captured."""
 
@@ -86,9 +86,7 @@ class GpuForward(ModuleAdapters):
     ) -> None:
         """`capture`: by default CUDA graphs where the cache is on a GPU; `max_captured_rows`: rows of
         the largest captured step, 0 for none. Raises ResourceError without Triton."""
-        super().__init__(model)
-        self._cache = cache
-        self._drafts = drafts
+        super().__init__(model, cache, drafts)
         self._kernel, ops = _load_kernels()
         model.ops = ops.GpuOps()
         if capture is None:

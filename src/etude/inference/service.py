@@ -58,7 +58,8 @@ class EngineService:
         self.engine = engine
         self.counters = engine.counters
         self.times = ServiceTimes()
-        self._fetch_weights = fetch_weights
+        self.fetch = fetch_weights
+        """Fetches and checks the tensors of a manifest from the engine's weight source. Blocks."""
         self._delay_steps = delay_steps
         self._tickets = TicketQueue(delay_steps)
         self._in_flight: dict[str, str] = {}
@@ -189,10 +190,6 @@ class EngineService:
     def _stage(self, manifest: WeightManifest, tensors: Mapping[str, Tensor] | None) -> None:
         tensors = self.fetch(manifest) if tensors is None else tensors
         self.engine.stage(manifest.version, tensors, digest_base(manifest))
-
-    def fetch(self, manifest: WeightManifest) -> Mapping[str, Tensor]:
-        """Fetches and checks the tensors of a manifest from the engine's weight source. Blocks."""
-        return self._fetch_weights(manifest)
 
     async def activate(self, version: PolicyVersion, kv: KvPolicy = "keep") -> None:
         """See WeightSink.activate. Runs between two steps, while nothing is being scored."""

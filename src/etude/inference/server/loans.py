@@ -13,6 +13,7 @@ lease: it ends unless it is renewed, so a run or router that dies keeps no repli
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import secrets
 import time
@@ -111,11 +112,8 @@ class LoanDesk:
         self._last_loan: Loan | None = None
         self._watching: asyncio.Task[None] | None = None
         self._returning: asyncio.Task[None] | None = None
-        self._wait_until_idle: Callable[[], Awaitable[None]] | None = None
-
-    def watch_users(self, wait_until_idle: Callable[[], Awaitable[None]]) -> None:
-        """`wait_until_idle`: waits for users' answers in progress."""
-        self._wait_until_idle = wait_until_idle
+        self.wait_until_idle: Callable[[], Awaitable[None]] = functools.partial(asyncio.sleep, 0)
+        """Waits for users' answers in progress; set by the server."""
 
     def check_home(self) -> None:
         """Raises UnavailableError while the replica is not at home."""
@@ -237,8 +235,7 @@ class LoanDesk:
     async def activate(self, loan: Loan, version: PolicyVersion, kv: KvPolicy) -> Mapping[str, float]:
         """Activates the run's weights once no user's answer is in progress; returns usage counters as
         `pulse`. Raises LoanOverError, WeightUpdateError."""
-        if self._wait_until_idle is not None:
-            await self._unless_over(loan, self._wait_until_idle())
+        await self._unless_over(loan, self.wait_until_idle())
         async with self.home.swap_lock:
             self._check_open(loan)
             loan.has_swapped = True

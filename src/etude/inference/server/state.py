@@ -113,7 +113,7 @@ class ServerState:
         self.draining = False
         self.live: set[LiveRequest] = set()
         if loans is not None:
-            loans.watch_users(self.wait_until_idle)
+            loans.wait_until_idle = self.wait_until_idle
 
     def version(self) -> PolicyVersion:
         """The version in service. Raises UnavailableError if requests cannot be answered now."""
