@@ -74,10 +74,8 @@ class Engine:
         Raises ConfigError if there are too few pages for one session, for sessions beyond the model's
         positions, or for a cache that kernels cannot read."""
         num_pages = count_pages(config, num_sessions, max_tokens, num_pages)
-        target, dtype = torch.device(device), torch.float32
-        if kernels == "gpu" and native_weights == "bfloat16":
-            dtype = torch.bfloat16
-        computed = "bfloat16" if dtype == torch.bfloat16 else "float32"
+        computed = native_weights if kernels == "gpu" else "float32"
+        target, dtype = torch.device(device), getattr(torch, computed)
         kv_dtype: torch.dtype = getattr(torch, cache_type(cache_dtype, kernels, computed))
         self.counters = EngineCounters()
         self._cache = PagedCache(config, num_pages, target, kv_dtype)
@@ -93,9 +91,9 @@ class Engine:
         self._weights = DoubleWeights(make, keep_spare)
         adaptive = drafts is not None and drafts.adaptive
         cost = step_cost(kernels, self.model, layers) if adaptive else None
-        self._gauge = DraftGauge(num_sessions, 0 if drafts is None else drafts.num_drafts, cost)
+        gauge = DraftGauge(num_sessions, 0 if drafts is None else drafts.num_drafts, cost)
         self._scheduler = Scheduler(
-            self._sequences, prefill_tokens, drafter, self._gauge, self.counters, has_runs=kernels == "native"
+            self._sequences, prefill_tokens, drafter, gauge, self.counters, has_runs=kernels == "native"
         )
         self._step_tokens = prefill_tokens
         self._stepper = Stepper(self._scheduler, self._weights, drafter)
@@ -279,7 +277,6 @@ class Engine:
         for an adapter on the base in service, those that use the adapter."""
         all_sessions = self._weights.activate(version)
         self.counters.weight_updates += 1
-        self._gauge.reset()
         self._scheduler.change_version(
             version,
             recompute=kv == "recompute",

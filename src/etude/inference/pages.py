@@ -119,7 +119,9 @@ class SessionPages:
         if not enough:
             self.tree.release(shared, self.clock)
             return False
-        pages = self.append_pages(row, 0, shared, needed)
+        sequences.tables[row, : len(shared)] = shared
+        sequences.num_pages[row] = len(shared)
+        pages = self.append_pages(row, needed)
         computed = len(shared) * PAGE_TOKENS
         if copied is not None:
             sequences.cache.copy_page(copied, pages[0])
@@ -150,12 +152,12 @@ class SessionPages:
             elif node.page == pages[number]:
                 state.tail = node
 
-    def append_pages(self, row: int, first: int, shared: list[int], count: int) -> list[int]:
-        """Appends `shared` and then `count` new pages to the first `first` entries of a row's page table."""
+    def append_pages(self, row: int, count: int) -> list[int]:
+        """Appends `count` new pages to a row's page table, and returns them."""
         sequences = self._sequences
-        pages = self.tree.allocate(count)
-        sequences.tables[row, first : first + len(shared) + count] = [*shared, *pages]
-        sequences.num_pages[row] = first + len(shared) + count
+        pages, first = self.tree.allocate(count), int(sequences.num_pages[row])
+        sequences.tables[row, first : first + count] = pages
+        sequences.num_pages[row] = first + count
         sequences.page_epoch[pages] = sequences.epoch_of(row)
         return pages
 

@@ -95,6 +95,7 @@ class Scheduler:
         """From now on adapter slot `adapter` computes with `version`: `all_sessions`, or those of the slot,
         continue with it. Cached prefixes of the old version are dropped; with `recompute`, so are the keys
         and values of these sessions."""
+        self.gauge.reset()
         sequences = self.sequences
         rows = [row for row in sequences.states if all_sessions or sequences.adapter[row] == adapter]
         if all_sessions:
@@ -165,8 +166,7 @@ class Scheduler:
         if steps <= 1 or sequences.waiting or not self.pages.make_room(int(needed.clip(min=0).sum())):
             return plan, 1
         for index in np.flatnonzero(needed > 0).tolist():
-            row = int(members[index])
-            self.pages.append_pages(row, int(sequences.num_pages[row]), [], int(needed[index]))
+            self.pages.append_pages(int(members[index]), int(needed[index]))
         most = -(-int((plan.rows.starts + steps).max()) // PAGE_TOKENS)
         return replace(plan, rows=replace(plan.rows, tables=sequences.tables[members, :most])), steps
 
@@ -224,7 +224,7 @@ class Scheduler:
         for index in short[np.argsort(sequences.arrival[members[short]])].tolist():
             row = int(members[index])
             if sequences.running[row] and self._make_room_by_preempting(row, int(needed[index])):
-                self.pages.append_pages(row, int(sequences.num_pages[row]), [], int(needed[index]))
+                self.pages.append_pages(row, int(needed[index]))
         return self.counters.preemptions > before
 
     def _make_room_by_preempting(self, row: int, count: int) -> bool:
