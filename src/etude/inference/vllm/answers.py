@@ -45,8 +45,9 @@ class Tokens:
 
     def __getitem__(self, part: slice) -> Tokens:
         """A slice of the tokens."""
-        columns: Any = (self.tokens, self.logprobs, self.top_tokens, self.top_logprobs)
-        return Tokens(*(None if values is None else values[part] for values in columns))
+        columns = (self.tokens, self.logprobs, self.top_tokens, self.top_logprobs)
+        cut: list[Any] = [None if values is None else values[part] for values in columns]
+        return Tokens(*cut)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
