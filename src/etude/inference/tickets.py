@@ -84,11 +84,10 @@ class TicketQueue:
         """Advances the clock to the step at which the first ticket is due."""
         self.clock = max(self.clock, self._queue[0].due_step)
 
-    def issue(self, session_id: str) -> Ticket:
+    def issue(self, session_id: str) -> None:
         """Issues a ticket to a session that is opened, or whose request has ended."""
         ticket = self._outstanding[session_id] = Ticket(session_id, self._due_step())
         self._queue.append(ticket)
-        return ticket
 
     def issue_after(self, session_id: str, other: str) -> bool:
         """Issues a ticket that is due together with that of `other`, after earlier ones of this kind; returns
