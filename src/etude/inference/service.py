@@ -125,8 +125,8 @@ class EngineService:
         so does `deadline_s`, counted from this call."""
         if self.failure is not None:
             raise SamplerError("the engine has failed", received=repr(self.failure))
-        reply = Reply()
-        if not self._tickets.mark_returned(request.session_id, request, reply):
+        reply = Reply(request)
+        if not self._tickets.mark_returned(request.session_id, reply):
             raise not_open(request.session_id)
         self._in_flight[request.session_id] = request.id
         self._wake.set()
@@ -157,11 +157,11 @@ class EngineService:
         return await self._scorer.score(tokens, version)
 
     def abort(self, request_id: str) -> None:
-        ticket = self._tickets.find(request_id)
-        if ticket is not None and ticket.request is not None:
-            self._abort_unstarted(ticket, ticket.request)
-            return
-        self._turns.when_free(functools.partial(self._abort_begun, request_id))
+        reply = self._tickets.withdraw(request_id)
+        if reply is not None:
+            self._abort_unstarted(reply)
+        else:
+            self._turns.when_free(functools.partial(self._abort_begun, request_id))
 
     def _abort_begun(self, request_id: str) -> None:
         finished = self.engine.abort(request_id)
@@ -232,7 +232,7 @@ class EngineService:
         """Current load of the engine, approximately while a thread has it. Requests whose tickets are not due
         yet count as waiting."""
         engine = self.engine
-        num_early = sum(ticket.request is not None for ticket in self._tickets)
+        num_early = sum(ticket.reply is not None for ticket in self._tickets)
         return EngineLoad(
             engine.num_running, engine.num_waiting + num_early, engine.num_free_pages, engine.num_pages
         )
@@ -288,23 +288,24 @@ class EngineService:
             self.times.waiting_s += time.perf_counter() - began
             self._tickets.pop_due()
             self._admit(ticket)
-            if self._pace is not None and ticket.request is None:
+            if self._pace is not None and ticket.reply is None:
                 self._pace.on_session_ended(ticket.session_id)
                 some_ended = True
         if some_ended and self._pace is not None:
             await self._pace.before_next_step()
 
     def _admit(self, ticket: Ticket) -> None:
-        if ticket.request is None or ticket.reply is None:
+        reply = ticket.reply
+        if reply is None:
             self.engine.close(ticket.session_id)
             return
         try:
-            self.engine.submit(ticket.request)
+            self.engine.submit(reply.request)
         except EtudeError as error:
             self._issue_ticket(ticket.session_id)
-            ticket.reply.put(error)
+            reply.put(error)
             return
-        self._replies[ticket.request.id] = ticket.reply
+        self._replies[reply.request.id] = reply
 
     async def _step(self) -> None:
         """Runs one step, in the thread if there is one. Deferred actions run before the next."""
@@ -336,14 +337,11 @@ class EngineService:
         if reply is not None:
             reply.put(answer)
 
-    def _abort_unstarted(self, ticket: Ticket, request: SampleRequest) -> None:
+    def _abort_unstarted(self, reply: Reply) -> None:
         """Aborts a request that has not reached the engine: its session keeps its ticket."""
-        reply = self._tickets.withdraw_request(ticket)
-        self._in_flight.pop(ticket.session_id, None)
-        if reply is None or reply.is_closed:
-            return
+        self._in_flight.pop(reply.request.session_id, None)
         try:
-            reply.put(self.engine.abort_unstarted(request))
+            reply.put(self.engine.abort_unstarted(reply.request))
         except SamplerError as error:
             reply.put(error)
 
