@@ -26,7 +26,8 @@ def read_hints(headers: Mapping[str, str], body: bytes, pool: str = "serve") -> 
     messages, which a conversation sends with each turn.
     """
     document = object_in(body)
-    session = headers.get(SESSION_HEADER) or _text(document.get("prompt_cache_key"))
+    key = document.get("prompt_cache_key")
+    session = headers.get(SESSION_HEADER) or (key if isinstance(key, str) and key else None)
     if session is None:
         messages = document.get("messages")
         if isinstance(messages, list) and len(messages) >= 2:
@@ -43,10 +44,6 @@ def read_hints(headers: Mapping[str, str], body: bytes, pool: str = "serve") -> 
         headers.get(POOL_HEADER) or pool,
         frozenset({version}) if version else None,
     )
-
-
-def _text(value: Any) -> str | None:
-    return value if isinstance(value, str) and value else None
 
 
 def _prompt_tokens(document: Mapping[str, Any], body: bytes) -> int:
