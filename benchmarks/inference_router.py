@@ -42,10 +42,10 @@ from tests.fakes.replica import FakeReplica, fake_replica, running_server
 
 from etude.config import ModelConfig
 from etude.inference import Engine, EngineService
-from etude.inference.native import find_compiler
 from etude.inference.router import Router, RouteRequest, RoutingConfig
 from etude.inference.router.server import Proxy, ReplicaAddress, build_app
 from etude.model import build_model
+from etude.native import find_compiler
 from etude.records import PolicyVersion
 from etude.weights import MemoryWeights
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from etude.config import ParityConfig, parse_config
-from etude.inference.native import find_compiler
+from etude.native import find_compiler
 from tests.cli.commands import option_names
 
 PAGE = (Path(__file__).parents[2] / "docs" / "parity.md").read_text(encoding="utf-8")

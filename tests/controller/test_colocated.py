@@ -15,7 +15,7 @@ from etude.controller.colocated import ColocatedTrainer
 from etude.controller.local import LocalHandle
 from etude.controller.training_part import TrainingPart
 from etude.errors import SamplerError
-from etude.inference.native import find_compiler
+from etude.native import find_compiler
 from etude.observe.metrics import read_metrics
 from etude.observe.observer import SilentObserver
 from tests.controller.running import collected, final_weights, run_here, tiny_config

@@ -20,8 +20,8 @@ from etude.controller.compute import (
 )
 from etude.controller.starting import check_start
 from etude.errors import ConfigError, ResourceError, StoreError, TaskError, UserError
-from etude.inference.native import load_library
 from etude.model import LanguageModel
+from etude.model.kernels.native import load_library
 from etude.model.language_model import block_of
 from etude.observe import RunDirectory
 from etude.observe.observer import RecordingObserver

@@ -14,9 +14,9 @@ from etude.errors import PrefixMissError
 from etude.inference import Answer, Engine
 from etude.inference.cache import PagedCache
 from etude.inference.engine import Kernels
-from etude.inference.native import find_compiler
 from etude.model import LanguageModel, PackedAttention, RecordedRoutes
 from etude.model.scoring import score_sequences
+from etude.native import find_compiler
 from etude.records import PolicyVersion, SampleChunk, SampleRequest, SamplingParams
 from etude.weights import MemoryWeights
 from tests.model.builders import VOCAB, random_tokens, small_config, small_model

@@ -10,8 +10,8 @@ import pytest
 from numpy.typing import NDArray
 
 from etude.inference.cache import PAGE_TOKENS, PagedCache, StepRows
-from etude.inference.native import find_compiler
 from etude.model import LanguageModel
+from etude.native import find_compiler
 
 needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="no C compiler")
 NUM_PAGES = 48

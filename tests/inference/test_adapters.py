@@ -13,7 +13,8 @@ from torch import Tensor
 from etude.config import AdapterConfig
 from etude.errors import SamplerError, WeightUpdateError
 from etude.inference import Engine
-from etude.inference.forward import ModuleAdapters
+from etude.inference.cache import PagedCache
+from etude.inference.forward import EagerForward
 from etude.inference.native import NativeForward
 from etude.model import LanguageModel
 from etude.model.kernels.invariant import InvariantOps
@@ -57,7 +58,7 @@ def test_factors_in_service_are_no_views_of_those_that_were_given() -> None:
     """Who fetches them may use their memory for the next version."""
     model, adapters = adapted(MODELS["dense"], 1)
     pairs = pairs_of({name: tensor.clone() for name, tensor in adapters.published().items()})
-    packed = ModuleAdapters(model).pack_adapter(pairs)
+    packed = EagerForward(model, PagedCache(model.config, 1)).pack_adapter(pairs)
     for left, right in pairs.values():
         left.zero_(), right.zero_()
     assert len(packed) == len(pairs)

@@ -143,9 +143,9 @@ def test_drafts_are_those_of_the_layers_over_the_whole_sequence(
     assert drafter is not None
     while engine.has_work:
         engine.step()
-        proposed = drafter.draft(sequences, 0, num_drafts).tolist()
+        tokens = sequences.tokens[0, : int(sequences.length[0])]
+        proposed = drafter.draft(0, tokens, num_drafts).tolist()
         if engine.has_work and proposed:
-            tokens = sequences.tokens[0, : int(sequences.length[0])]
             assert proposed == _reference(model, drafts, tokens, len(proposed))
             checked += len(proposed)
     assert checked >= 9 * min(num_drafts, 2)

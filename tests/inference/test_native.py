@@ -16,9 +16,11 @@ from etude.controller.compute import choose_kernels
 from etude.errors import ResourceError
 from etude.inference import Engine
 from etude.inference.forward import EagerForward
-from etude.inference.native import NativeForward, find_compiler, load_library
+from etude.inference.native import NativeForward
 from etude.model import LanguageModel, build_model
 from etude.model.huggingface import load_model
+from etude.model.kernels.native import load_library
+from etude.native import find_compiler
 from etude.records import SamplingParams
 from tests.inference.builders import Client, drain, serve
 from tests.inference.native_steps import Sequences, cache_for, needs_compiler, random_sequences

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from etude.inference import NgramLookup
 from etude.inference.engine import Kernels
-from etude.inference.native import load_library
 from etude.inference.native.structures import Lookup
 from etude.model import LanguageModel, PackedAttention
+from etude.model.kernels.native import load_library
 from tests.inference.builders import ALL_KERNELS, Client, drain, needs_compiler, prompt, small_engine
 from tests.inference.invariants import check_engine
 from tests.model.builders import small_model
@@ -29,13 +29,13 @@ def _array(*tokens: int) -> np.ndarray:
 
 def test_a_draft_is_what_followed_the_last_time() -> None:
     lookup = NgramLookup(4, longest=3, shortest=2)
-    assert lookup.propose(_array(1, 2, 3, 4, 9, 2, 3), 4).tolist() == [4, 9, 2, 3]
-    assert lookup.propose(_array(1, 2, 3, 4, 9, 2, 3), 2).tolist() == [4, 9]
-    assert lookup.propose(_array(2, 3, 7, 2, 3, 8, 2, 3), 1).tolist() == [8], "the last of several"
-    assert lookup.propose(_array(1, 2, 3, 5, 2, 3, 6, 1, 2, 3), 1).tolist() == [5], "the longest that agrees"
+    assert lookup.draft(0, _array(1, 2, 3, 4, 9, 2, 3), 4).tolist() == [4, 9, 2, 3]
+    assert lookup.draft(0, _array(1, 2, 3, 4, 9, 2, 3), 2).tolist() == [4, 9]
+    assert lookup.draft(0, _array(2, 3, 7, 2, 3, 8, 2, 3), 1).tolist() == [8], "the last of several"
+    assert lookup.draft(0, _array(1, 2, 3, 5, 2, 3, 6, 1, 2, 3), 1).tolist() == [5], "the longest that agrees"
     for nothing in (_array(), _array(1), _array(1, 2), _array(1, 2, 3, 4), _array(3, 1, 2, 3)):
-        assert lookup.propose(nothing, 4).tolist() == []
-    assert lookup.propose(_array(1, 2, 1, 2), 0).tolist() == []
+        assert lookup.draft(0, nothing, 4).tolist() == []
+    assert lookup.draft(0, _array(1, 2, 1, 2), 0).tolist() == []
 
 
 @given(st.lists(st.integers(0, 2), max_size=30), st.integers(0, 6), st.integers(1, 3), st.integers(0, 2))
@@ -43,7 +43,7 @@ def test_a_draft_follows_an_earlier_place_that_ends_alike(
     tokens: list[int], most: int, shortest: int, more: int
 ) -> None:
     lookup = NgramLookup(5, longest=shortest + more, shortest=shortest)
-    draft = lookup.propose(_array(*tokens), most).tolist()
+    draft = lookup.draft(0, _array(*tokens), most).tolist()
     assert len(draft) <= min(most, 5)
     if draft:
         context = [*tokens[-shortest:], *draft]
@@ -64,7 +64,7 @@ def test_native_code_looks_up_the_same_drafts(tokens: list[int], most: int, shor
         ctypes.c_void_p(line.ctypes.data),
         ctypes.c_int64(most),
     )
-    expected = lookup.propose(_array(*tokens), most)
+    expected = lookup.draft(0, _array(*tokens), most)
     assert line[len(tokens) :].tolist() == [*expected.tolist(), *[-1] * (most - count)]
 
 

@@ -147,7 +147,7 @@ def _sandbox_problems(name: str) -> list[str]:
 
 def _describe_kernels() -> str:
     """The engine's kernels on this machine, and why they are used."""
-    from etude.inference.native import load_library
+    from etude.model.kernels.native import load_library
 
     try:
         lanes = load_library().etude_lanes()

@@ -149,7 +149,7 @@ def route_command(
         },
     )
     from etude.inference.router.server import Proxy, serve
-    from etude.inference.router.server.process import SERVER
+    from etude.inference.router.server.app import SERVER
     from etude.sandbox.server import read_token
 
     token = read_token(admin_token_file, SERVER) if admin_token_file is not None else None

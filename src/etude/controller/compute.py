@@ -16,9 +16,9 @@ from torch import nn
 from etude.config import RunConfig
 from etude.errors import ConfigError, ResourceError
 from etude.inference.engine import Kernels
-from etude.inference.native import load_library
 from etude.model import LanguageModel
 from etude.model.kernels.invariant import InvariantOps
+from etude.model.kernels.native import load_library
 from etude.model.kernels.native import load_library as load_invariant_kernels
 from etude.model.loading import AnyModel
 from etude.observe import Observer, RunDirectory

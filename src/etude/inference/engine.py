@@ -7,6 +7,7 @@ that computes the same. Nothing here waits, does I/O or reads a clock, so equal 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Literal
 
@@ -23,14 +24,14 @@ from etude.inference.forward import EagerForward, ForwardPass
 from etude.inference.gpu import GpuForward
 from etude.inference.mtp import MtpDrafter, MtpDrafts
 from etude.inference.native import NativeForward
-from etude.inference.requests import check_length, check_tokens, serves
+from etude.inference.requests import check_length, check_tokens, not_served, serves
 from etude.inference.scheduler import Scheduler
 from etude.inference.scoring import Scoring
-from etude.inference.sequences import Answer
+from etude.inference.sequences import Answer, Sequences
 from etude.inference.speculation import NgramLookup
 from etude.inference.stepping import Stepper
 from etude.inference.times import EngineCounters
-from etude.inference.weights import DoubleWeights
+from etude.inference.weights import DoubleWeights, make_runner
 from etude.model import DraftLayers, LanguageModel
 from etude.model.kernels.native.matrices import WeightType
 from etude.protocols import KvPolicy
@@ -73,37 +74,29 @@ class Engine:
         Raises ConfigError if there are too few pages for one session, for sessions beyond the model's
         positions, or for a cache that kernels cannot read."""
         num_pages = count_pages(config, num_sessions, max_tokens, num_pages)
-        target, dtype = torch.device(device), torch.float32
-        if kernels == "gpu" and native_weights == "bfloat16":
-            dtype = torch.bfloat16
-        computed = "bfloat16" if dtype == torch.bfloat16 else "float32"
+        computed = native_weights if kernels == "gpu" else "float32"
+        target, dtype = torch.device(device), getattr(torch, computed)
         kv_dtype: torch.dtype = getattr(torch, cache_type(cache_dtype, kernels, computed))
         self.counters = EngineCounters()
         self._cache = PagedCache(config, num_pages, target, kv_dtype)
-        layers, drafter = _open_drafts(drafts, self._cache, num_sessions, target, kv_dtype)
+        self._sequences = Sequences(self._cache, num_sessions, max_tokens)
+        layers, drafter = _open_drafts(drafts, self._sequences, target, kv_dtype)
 
         def make_forward(model: LanguageModel, drafts: DraftLayers | None) -> ForwardPass:
             if kernels == "native":
                 return NativeForward(model, self._cache, native_threads, native_weights, drafts)
             return (GpuForward if kernels == "gpu" else EagerForward)(model, self._cache, drafts=drafts)
 
-        self._weights = DoubleWeights(config, vocab_size, make_forward, target, dtype, layers, keep_spare)
-        num_drafts, cost = (0, None) if drafts is None else (drafts.num_drafts, None)
-        if drafts is not None and drafts.adaptive:
-            cost = step_cost(kernels, self.model, layers)
-        gauge = self._gauge = DraftGauge(num_sessions, num_drafts, cost)
+        make = functools.partial(make_runner, config, vocab_size, make_forward, target, dtype, layers)
+        self._weights = DoubleWeights(make, keep_spare)
+        adaptive = drafts is not None and drafts.adaptive
+        cost = step_cost(kernels, self.model, layers) if adaptive else None
+        gauge = DraftGauge(num_sessions, 0 if drafts is None else drafts.num_drafts, cost)
         self._scheduler = Scheduler(
-            self._cache,
-            num_sessions,
-            max_tokens,
-            prefill_tokens,
-            drafter,
-            gauge,
-            drafts_in_runs=kernels == "native",
+            self._sequences, prefill_tokens, drafter, gauge, self.counters, has_runs=kernels == "native"
         )
-        self._sequences = self._scheduler.sequences
         self._step_tokens = prefill_tokens
-        self._stepper = Stepper(self._scheduler, self._cache, self._weights, self.counters, drafter, gauge)
+        self._stepper = Stepper(self._scheduler, self._weights, drafter)
         self._queue: dict[str, SampleRequest] = {}
         """Submitted requests without a row, by session, in order of arrival."""
 
@@ -237,9 +230,7 @@ class Engine:
         version, wanted = self.current(), request.version
         found = version if wanted is None else self._weights.served.get(wanted.adapter)
         if wanted is not None and not serves(found, wanted, request.version_is_minimum):
-            raise SamplerError(
-                "version is not served", field="version", received=f"{wanted}; serving {found or version}"
-            )
+            raise not_served(wanted, found or version)
         row = self._sequences.find(request.session_id)
         in_flight = row is not None and self._sequences.states[row].request is not None
         if in_flight or request.session_id in self._queue:
@@ -247,9 +238,6 @@ class Engine:
                 "session has a request in flight", field="session_id", received=request.session_id
             )
         check_tokens(request.suffix, self.model.vocab_size)
-        self._check_length(request, row)
-
-    def _check_length(self, request: SampleRequest, row: int | None) -> None:
         known = 0
         if request.prefix_digest is not None:
             if row is None or self._sequences.digest(row) != request.prefix_digest:
@@ -289,7 +277,6 @@ class Engine:
         for an adapter on the base in service, those that use the adapter."""
         all_sessions = self._weights.activate(version)
         self.counters.weight_updates += 1
-        self._gauge.reset()
         self._scheduler.change_version(
             version,
             recompute=kv == "recompute",
@@ -314,8 +301,6 @@ class Engine:
         self._allocate_cache()
         self._admit()
         plan = self._scheduler.plan()
-        self.counters.cached_tokens = self._scheduler.pages.cached_tokens
-        self.counters.preemptions = self._scheduler.num_preemptions
         return self._stepper.step(plan, most_steps) if plan is not None else []
 
     def _admit(self) -> None:
@@ -344,14 +329,11 @@ class Engine:
 
 
 def _open_drafts(
-    drafts: NgramLookup | MtpDrafts | None,
-    cache: PagedCache,
-    num_sessions: int,
-    device: torch.device,
-    dtype: torch.dtype,
+    drafts: NgramLookup | MtpDrafts | None, sequences: Sequences, device: torch.device, dtype: torch.dtype
 ) -> tuple[DraftLayers | None, NgramLookup | MtpDrafter | None]:
-    """Draft layers, if any, for which `cache` gets a second cache (`cache.drafts`), and the drafter."""
+    """Draft layers, if any, which get a cache of their own (`PagedCache.drafts`), and the drafter."""
     if not isinstance(drafts, MtpDrafts):
         return None, drafts
+    cache = sequences.cache
     cache.drafts = PagedCache(drafts.layers.config, cache.num_pages, device, dtype)
-    return drafts.layers, MtpDrafter(len(drafts.layers.layers), num_sessions, drafts.num_drafts)
+    return drafts.layers, MtpDrafter(sequences, len(drafts.layers.layers), drafts.num_drafts)

@@ -128,9 +128,6 @@ def _mask(seen: NDArray[np.int64], length: int) -> Tensor:
     return torch.zeros(hidden.shape).masked_fill_(hidden, float("-inf"))
 
 
-__all__ = ["EagerForward", "ForwardPass", "StepRows"]
-
-
 class ForwardPass(Protocol):
     """Computes the rows of a step, with one model and one cache."""
 
@@ -172,11 +169,13 @@ class ForwardPass(Protocol):
         ...
 
 
-class ModuleAdapters:
-    """The weight and adapter methods of `ForwardPass`, for passes that run the trainer's module."""
+class ModuleForward:
+    """Base of the passes that run the trainer's module: the weight and adapter methods of `ForwardPass`."""
 
-    def __init__(self, model: LanguageModel) -> None:
+    def __init__(self, model: LanguageModel, cache: PagedCache, drafts: DraftLayers | None) -> None:
         self._model = model
+        self._cache = cache
+        self._drafts = drafts
         self._adapters: Sequence[Pairs] = ()
 
     def load_weights(self) -> None:
@@ -213,13 +212,11 @@ class ModuleAdapters:
             self._model.adapt = None
 
 
-class EagerForward(ModuleAdapters):
+class EagerForward(ModuleForward):
     """Runs the trainer's own module, operator by operator. Implements `ForwardPass`."""
 
     def __init__(self, model: LanguageModel, cache: PagedCache, drafts: DraftLayers | None = None) -> None:
-        super().__init__(model)
-        self._cache = cache
-        self._drafts = drafts
+        super().__init__(model, cache, drafts)
         self._recorder = RecordedRoutes.of(model.config)
 
     def load_cache(self) -> None:

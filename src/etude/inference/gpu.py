@@ -24,7 +24,7 @@ from torch import Tensor
 from etude.config import ModelConfig
 from etude.errors.packages import missing_package
 from etude.inference.cache import PagedCache, StepRows
-from etude.inference.forward import ModuleAdapters
+from etude.inference.forward import ModuleForward
 from etude.inference.sampling import sample
 from etude.model import DraftLayers, LanguageModel, RecordedRoutes
 from etude.model.adapted_ops import Pairs
@@ -72,7 +72,7 @@ class CudaGraphs:
         return graph.replay
 
 
-class GpuForward(ModuleAdapters):
+class GpuForward(ModuleForward):
     """Implements ForwardPass with a model and a cache on one device. Steps with several adapters, or with any
     adapter in a mixture of experts, are not captured."""
 
@@ -86,11 +86,9 @@ class GpuForward(ModuleAdapters):
     ) -> None:
         """`capture`: by default CUDA graphs where the cache is on a GPU; `max_captured_rows`: rows of
         the largest captured step, 0 for none. Raises ResourceError without Triton."""
-        super().__init__(model)
-        self._cache = cache
-        self._drafts = drafts
-        self._kernels = _load_kernels()
-        model.ops = self._kernels.ops.GpuOps()
+        super().__init__(model, cache, drafts)
+        self._kernel, ops = _load_kernels()
+        model.ops = ops.GpuOps()
         if capture is None:
             capture = CudaGraphs() if cache.keys.is_cuda else run_uncaptured
         self._capture = capture
@@ -130,14 +128,14 @@ class GpuForward(ModuleAdapters):
         cache = self._cache.drafts
         assert self._drafts is not None and cache is not None, "made together"
         placed = DeviceRows.of(rows, self._model.config, cache)
-        attention = GpuPagedAttention(cache, placed, self._kernels.paged_attention)
+        attention = GpuPagedAttention(cache, placed, self._kernel)
         return self._drafts(self._model, index, hidden, placed.tokens, placed.positions, attention)
 
     def _compute(self, rows: DeviceRows) -> tuple[Tensor, Tensor]:
         """Hidden states [T, width] and routes [T, MoE layers, top_k]; does not synchronise unless the model's
         blocks do."""
         recorder = RecordedRoutes.of(self._model.config)
-        attention = GpuPagedAttention(self._cache, rows, self._kernels.paged_attention)
+        attention = GpuPagedAttention(self._cache, rows, self._kernel)
         hidden = self._model(rows.tokens, rows.positions.clamp_min(0), attention, recorder)
         return hidden, recorder.pop_routes(len(rows.tokens))
 
@@ -155,8 +153,8 @@ class GpuForward(ModuleAdapters):
             num_pages *= _PAGE_GROWTH
         key = (num_rows, num_pages, adapter)
         if key not in self._captured:
-            inputs = StepBuffers(num_rows, num_pages, self._cache.keys.device)
-            self._captured[key] = _CapturedStep(inputs, self._compute, self._capture)
+            device = self._cache.keys.device
+            self._captured[key] = _CapturedStep(num_rows, num_pages, device, self._compute, self._capture)
         return self._captured[key]
 
 
@@ -179,7 +177,7 @@ class DeviceRows:
     def of(rows: StepRows, config: ModelConfig, cache: PagedCache) -> DeviceRows:
         """Copies rows to the device, with tiles of several positions where the number of heads permits."""
         device, (num_sequences, num_pages) = cache.keys.device, rows.tables.shape
-        kernel = _load_kernels().paged_attention
+        kernel, _ = _load_kernels()
         flat = (rows.tokens, rows.positions, rows.sequence, rows.tables.reshape(-1))
         packed = torch.from_numpy(np.concatenate(flat, dtype=np.int32, casting="unsafe")).to(device)
         tokens, positions, sequence, tables = packed.split([len(part) for part in flat])
@@ -191,45 +189,25 @@ class DeviceRows:
         return DeviceRows(tokens.long(), positions.long(), sequence, shaped, tiles)
 
 
-class StepBuffers:
-    """Fixed input buffers for up to `num_rows` rows, each with its own table of up to `num_pages` pages."""
+class _CapturedStep:
+    """A captured step, from fixed input buffers to fixed outputs, of up to `num_rows` rows, each with its own
+    table of up to `num_pages` pages."""
 
-    def __init__(self, num_rows: int, num_pages: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        num_rows: int,
+        num_pages: int,
+        device: torch.device,
+        compute: Callable[[DeviceRows], tuple[Tensor, Tensor]],
+        capture: Capture,
+    ) -> None:
         """Initially all rows are padding."""
-        self.num_rows = num_rows
         self._packed = torch.zeros((num_rows, 2 + num_pages), dtype=torch.int32, device=device)
         """[rows, token | position | pages]: one copy brings all of them."""
         self._packed[:, 1] = -1
         places = torch.arange(num_rows, dtype=torch.int32, device=device)
-        kernel = _load_kernels().paged_attention
+        kernel, _ = _load_kernels()
         self._tiles = kernel.Tiles(places, torch.ones_like(places), places, rows_per_tile=1)
-
-    def fill(self, rows: StepRows) -> None:
-        """Writes `rows`, and padding after them. Does not wait for the device."""
-        count, num_pages = len(rows.tokens), rows.tables.shape[1]
-        packed = np.zeros((self.num_rows, 2 + num_pages), dtype=np.int32)
-        packed[:count, 0] = rows.tokens
-        packed[:, 1] = -1
-        packed[:count, 1] = rows.positions
-        packed[:count, 2:] = rows.tables[rows.sequence]
-        self._packed[:, : 2 + num_pages].copy_(torch.from_numpy(packed))
-
-    def view(self) -> DeviceRows:
-        """The buffers' rows, as inputs of the computation."""
-        tokens, positions = self._packed[:, 0].long(), self._packed[:, 1].long()
-        return DeviceRows(tokens, positions, self._tiles.sequence, self._packed[:, 2:], self._tiles)
-
-
-class _CapturedStep:
-    """A captured step of one size, from fixed inputs to fixed outputs."""
-
-    def __init__(
-        self,
-        inputs: StepBuffers,
-        compute: Callable[[DeviceRows], tuple[Tensor, Tensor]],
-        capture: Capture,
-    ) -> None:
-        self._inputs = inputs
         self._compute = compute
         self._capture = capture
         self._outputs: tuple[Tensor, Tensor] | None = None
@@ -237,7 +215,7 @@ class _CapturedStep:
 
     def run(self, rows: StepRows) -> tuple[Tensor, Tensor]:
         """Hidden states of `rows`, and their routes, which the next run overwrites."""
-        self._inputs.fill(rows)
+        self._fill(rows)
         if self._repeat is None:
             self._repeat = self._capture(self._into_outputs)
         self._repeat()
@@ -245,8 +223,20 @@ class _CapturedStep:
         hidden, routes = self._outputs
         return hidden[: len(rows.tokens)].clone(), routes[: len(rows.tokens)]
 
+    def _fill(self, rows: StepRows) -> None:
+        """Writes `rows`, and padding after them. Does not wait for the device."""
+        count, num_pages = len(rows.tokens), rows.tables.shape[1]
+        packed = np.zeros((len(self._packed), 2 + num_pages), dtype=np.int32)
+        packed[:count, 0] = rows.tokens
+        packed[:, 1] = -1
+        packed[:count, 1] = rows.positions
+        packed[:count, 2:] = rows.tables[rows.sequence]
+        self._packed[:, : 2 + num_pages].copy_(torch.from_numpy(packed))
+
     def _into_outputs(self) -> None:
-        computed = self._compute(self._inputs.view())
+        tokens, positions = self._packed[:, 0].long(), self._packed[:, 1].long()
+        rows = DeviceRows(tokens, positions, self._tiles.sequence, self._packed[:, 2:], self._tiles)
+        computed = self._compute(rows)
         if self._outputs is None:
             self._outputs = computed[0].clone(), computed[1].clone()
         for output, value in zip(self._outputs, computed, strict=True):
@@ -271,16 +261,11 @@ class GpuPagedAttention:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Kernels:
-    paged_attention: ModuleType
-    ops: ModuleType
-
-
-def _load_kernels() -> _Kernels:
-    """Imported here alone: Triton is not installed everywhere. Raises ResourceError."""
+def _load_kernels() -> tuple[ModuleType, ModuleType]:
+    """The modules of attention and of operators, imported here alone, since Triton is not installed
+    everywhere. Raises ResourceError."""
     try:
         from etude.model.kernels.gpu import ops, paged_attention
     except ImportError as error:
         raise missing_package("computing on a GPU", "triton", field="engine.kernels") from error
-    return _Kernels(paged_attention, ops)
+    return paged_attention, ops

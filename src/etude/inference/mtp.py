@@ -89,9 +89,8 @@ class _Drafting:
 class MtpDrafter:
     """Implements Drafter for the sessions of one engine, which calls `draft_after_step` after each step."""
 
-    def __init__(self, num_layers: int, num_rows: int, num_drafts: int) -> None:
-        """`num_rows`: of `Sequences`."""
-        self.num_drafts = num_drafts
+    def __init__(self, sequences: Sequences, num_layers: int, num_drafts: int) -> None:
+        num_rows, self._sequences = sequences.num_rows, sequences
         self._depth = min(num_layers, num_drafts)
         """Layers that run over every position; the last of them is applied repeatedly."""
         self._counts = np.zeros(num_rows, dtype=np.int64)
@@ -100,58 +99,52 @@ class MtpDrafter:
         self._arrivals = np.zeros(num_rows, dtype=np.int64)
         self._carried: CarriedStates | None = None
 
-    def draft(self, sequences: Sequences, row: int, most: int) -> NDArray[np.int32]:
+    def draft(self, row: int, tokens: NDArray[np.int32], most: int) -> NDArray[np.int32]:
         """See Drafter: those that `draft_after_step` put behind the session's tokens."""
-        length = int(sequences.length[row])
+        sequences, length = self._sequences, len(tokens)
         if self._lengths[row] != length or self._arrivals[row] != sequences.arrival[row]:
-            return sequences.tokens[row, :0]
+            return tokens[:0]
         return sequences.tokens[row, length : length + min(most, int(self._counts[row]))]
 
     @torch.no_grad()
     def draft_after_step(
-        self,
-        plan: StepPlan,
-        hidden: Tensor,
-        runner: Runner,
-        sequences: Sequences,
-        wanted: NDArray[np.int64],
+        self, plan: StepPlan, hidden: Tensor, runner: Runner, wanted: NDArray[np.int64]
     ) -> None:
         """Computes the draft layers for all valid positions of a step, and up to `wanted` [S] drafts for its
         members that continue sampling; does nothing if all of `wanted` are 0. `hidden` [T, width]: the
         step's, of the weights in `runner`."""
         if not wanted.any():
             return
-        self._reset_older_requests(plan.members, sequences)
-        rows, hidden = self._valid_rows(plan, hidden, sequences)
-        drafting = self._choose(plan, rows, sequences, wanted)
-        hidden = self._compute_positions(plan, rows, hidden, drafting, runner, sequences)
+        self._reset_older_requests(plan.members)
+        rows, hidden = self._valid_rows(plan, hidden)
+        drafting = self._choose(plan, rows, wanted)
+        hidden = self._compute_positions(plan, rows, hidden, drafting, runner)
         first = drafting.with_room(self._depth - 1)
         reached = hidden[torch.from_numpy(drafting.last[first]).to(hidden.device)]
         for number in range(self._depth, int(drafting.rooms.max(initial=0))):
             still = drafting.with_room(number)
             before = drafting.with_room(number - 1)
             reached = reached[torch.from_numpy(np.searchsorted(before, still)).to(hidden.device)]
-            reached = self._repeat(number, drafting.rows[still], reached, runner, sequences)
-        self.record_drafts(drafting.rows, drafting.rooms, sequences)
+            reached = self._repeat(number, drafting.rows[still], reached, runner)
+        self.record_drafts(drafting.rows, drafting.rooms)
 
-    def begin_run(
-        self, rows: NDArray[np.int64], sequences: Sequences, like: Tensor
-    ) -> tuple[NDArray[np.int64], CarriedStates]:
+    def begin_run(self, rows: NDArray[np.int64], like: Tensor) -> tuple[NDArray[np.int64], CarriedStates]:
         """[N] drafts that already follow the tokens of `rows`, and the states that native code carries from
         step to step. `like`: a tensor of the states' type and width."""
-        self._reset_older_requests(rows, sequences)
-        ready = np.where(self._lengths[rows] == sequences.length[rows], self._counts[rows], 0)
+        self._reset_older_requests(rows)
+        ready = np.where(self._lengths[rows] == self._sequences.length[rows], self._counts[rows], 0)
         return ready, self._carried_states(like)
 
-    def record_drafts(self, rows: NDArray[np.int64], counts: NDArray[np.int64], sequences: Sequences) -> None:
+    def record_drafts(self, rows: NDArray[np.int64], counts: NDArray[np.int64]) -> None:
         """Records that `counts` [N] drafts follow the current tokens of `rows` [N]."""
         self._counts[rows] = counts
-        self._lengths[rows] = sequences.length[rows]
+        self._lengths[rows] = self._sequences.length[rows]
 
-    def _reset_older_requests(self, rows: NDArray[np.int64], sequences: Sequences) -> None:
+    def _reset_older_requests(self, rows: NDArray[np.int64]) -> None:
         """Drops drafts and states of `rows` [N] that belong to an earlier request."""
-        stale = rows[self._arrivals[rows] != sequences.arrival[rows]]
-        self._arrivals[stale] = sequences.arrival[stale]
+        arrivals = self._sequences.arrival
+        stale = rows[self._arrivals[rows] != arrivals[rows]]
+        self._arrivals[stale] = arrivals[stale]
         self._lengths[stale] = -1
         if self._carried is not None:
             self._carried.ends[stale] = -1
@@ -164,15 +157,15 @@ class MtpDrafter:
             self._carried = CarriedStates(self._depth, hidden, counts, ends)
         return self._carried
 
-    def _valid_rows(self, plan: StepPlan, hidden: Tensor, sequences: Sequences) -> tuple[StepRows, Tensor]:
+    def _valid_rows(self, plan: StepPlan, hidden: Tensor) -> tuple[StepRows, Tensor]:
         """The valid positions of the step, as slots, and their hidden states."""
         starts, firsts = plan.rows.starts, np.cumsum(plan.rows.counts) - plan.rows.counts
-        counts = sequences.computed[plan.members] - starts
+        counts = self._sequences.computed[plan.members] - starts
         source = np.repeat(firsts - np.cumsum(counts) + counts, counts) + np.arange(int(counts.sum()))
         if len(source) < len(hidden):
             hidden = hidden[torch.from_numpy(source).to(hidden.device)]
         if self._depth > 1:
-            starts, counts, hidden = self._carry(plan.members, starts, counts, hidden, sequences)
+            starts, counts, hidden = self._carry(plan.members, starts, counts, hidden)
         nothing = np.empty(0, dtype=np.int64)
         return StepRows.plan(nothing, plan.rows.tables, counts, starts), hidden
 
@@ -182,7 +175,6 @@ class MtpDrafter:
         starts: NDArray[np.int64],
         counts: NDArray[np.int64],
         hidden: Tensor,
-        sequences: Sequences,
     ) -> tuple[NDArray[np.int64], NDArray[np.int64], Tensor]:
         """Prepends each member's last slots of the previous step, which further layers computed with drafts
         as tokens, so that they are computed again. Stores this step's last slots in their place."""
@@ -199,11 +191,10 @@ class MtpDrafter:
             parts.append(part)
         return starts - back, counts + back, torch.cat(parts)
 
-    def _choose(
-        self, plan: StepPlan, rows: StepRows, sequences: Sequences, wanted: NDArray[np.int64]
-    ) -> _Drafting:
+    def _choose(self, plan: StepPlan, rows: StepRows, wanted: NDArray[np.int64]) -> _Drafting:
         """The members whose tokens are all computed but the last, and that have room for drafts."""
-        members, lengths = plan.members, sequences.length[plan.members]
+        sequences, members = self._sequences, plan.members
+        lengths = sequences.length[members]
         ready = sequences.running[members] & (lengths == sequences.computed[members] + 1)
         rooms = np.minimum(wanted, sequences.draft_room(members))
         # Repetitions write slots from that of the last token on, whose page may not be allocated yet.
@@ -213,51 +204,38 @@ class MtpDrafter:
         return _Drafting(members[chosen], rooms[chosen], (np.cumsum(rows.counts) - 1)[chosen])
 
     def _compute_positions(
-        self,
-        plan: StepPlan,
-        rows: StepRows,
-        hidden: Tensor,
-        drafting: _Drafting,
-        runner: Runner,
-        sequences: Sequences,
+        self, plan: StepPlan, rows: StepRows, hidden: Tensor, drafting: _Drafting, runner: Runner
     ) -> Tensor:
         """Runs each layer over all `rows` and drafts one token with it; the last layer's output."""
-        owners = plan.members[rows.sequence]
+        sequences, owners = self._sequences, plan.members[rows.sequence]
         for layer in range(self._depth):
             places = np.minimum(rows.positions + 1 + layer, sequences.max_tokens - 1)
             given = replace(rows, tokens=sequences.tokens[owners, places].astype(np.int64))
             hidden = runner.compute.draft_layer(layer, given, hidden)
             some = drafting.with_room(layer)
             last = torch.from_numpy(drafting.last[some]).to(hidden.device)
-            self._draw(layer, drafting.rows[some], hidden[last], runner, sequences)
+            self._draw(layer, drafting.rows[some], hidden[last], runner)
         return hidden
 
-    def _repeat(
-        self,
-        number: int,
-        rows: NDArray[np.int64],
-        hidden: Tensor,
-        runner: Runner,
-        sequences: Sequences,
-    ) -> Tensor:
+    def _repeat(self, number: int, rows: NDArray[np.int64], hidden: Tensor, runner: Runner) -> Tensor:
         """Feeds the last layer its own output `hidden` [N, width] and the previous draft; samples the next
         one. The slots that it writes are computed again once their tokens are final."""
+        sequences = self._sequences
         slots = sequences.length[rows] - 1 + number - self._depth
         tables = sequences.tables[rows, : int(slots.max()) // PAGE_TOKENS + 1]
         tokens = sequences.tokens[rows, sequences.length[rows] + number - 1].astype(np.int64)
         step = StepRows.plan(tokens, tables, np.ones_like(slots), slots)
         hidden = runner.compute.draft_layer(self._depth - 1, step, hidden)
-        self._draw(number, rows, hidden, runner, sequences)
+        self._draw(number, rows, hidden, runner)
         return hidden
 
-    def _draw(
-        self, number: int, rows: NDArray[np.int64], hidden: Tensor, runner: Runner, sequences: Sequences
-    ) -> None:
+    def _draw(self, number: int, rows: NDArray[np.int64], hidden: Tensor, runner: Runner) -> None:
         """Samples the `number`-th draft of `rows` [N] from hidden [N, width]; appends it to their tokens."""
         if not len(rows):
             return
-        requests = [sequences.states[row].request for row in rows.tolist()]
-        params = [request.params for request in requests if request is not None]
+        sequences = self._sequences
         places = sequences.length[rows] + number
-        drawn, _ = runner.compute.sample(hidden, params, uniforms(sequences.key[rows], places))
+        drawn, _ = runner.compute.sample(
+            hidden, sequences.params(rows), uniforms(sequences.key[rows], places)
+        )
         sequences.tokens[rows, places] = drawn.numpy()

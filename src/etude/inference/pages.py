@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from etude.errors import SamplerError
-from etude.inference.cache import PAGE_TOKENS, PagedCache
+from etude.inference.cache import PAGE_TOKENS
 from etude.inference.radix import MIN_COPIED, Match, Node, PageTree
 from etude.inference.sequences import Sequences
+from etude.inference.times import EngineCounters
 
 
 class SessionPages:
     """Allocates, shares and frees the pages of sessions. What they compute is the scheduler's choice."""
 
-    def __init__(self, cache: PagedCache, sequences: Sequences) -> None:
-        self.tree = PageTree(cache.num_pages)
+    def __init__(self, sequences: Sequences, counters: EngineCounters) -> None:
+        self.tree = PageTree(sequences.cache.num_pages)
         self.clock = 0
         """Steps so far: the clock of the tree's LRU eviction."""
-        self.cached_tokens = 0
-        """Prefix cache hits: positions computed by another request, or by the same one before preemption."""
-        self._cache = cache
+        self._counters = counters
         self._sequences = sequences
         self._scratch: list[list[int]] = []
 
@@ -120,14 +119,16 @@ class SessionPages:
         if not enough:
             self.tree.release(shared, self.clock)
             return False
-        pages = self.append_pages(row, 0, shared, needed)
+        sequences.tables[row, : len(shared)] = shared
+        sequences.num_pages[row] = len(shared)
+        pages = self.append_pages(row, needed)
         computed = len(shared) * PAGE_TOKENS
         if copied is not None:
-            self._cache.copy_page(copied, pages[0])
+            sequences.cache.copy_page(copied, pages[0])
             self.tree.release((copied,), self.clock)
             computed += match.tail_tokens
         sequences.computed[row] = computed
-        self.cached_tokens += computed
+        self._counters.cached_tokens += computed
         if state.cached is None:  # hits after a preemption are of pages computed for this request
             state.cached = computed
         state.path = list(match.nodes)
@@ -151,12 +152,12 @@ class SessionPages:
             elif node.page == pages[number]:
                 state.tail = node
 
-    def append_pages(self, row: int, first: int, shared: list[int], count: int) -> list[int]:
-        """Appends `shared` and then `count` new pages to the first `first` entries of a row's page table."""
+    def append_pages(self, row: int, count: int) -> list[int]:
+        """Appends `count` new pages to a row's page table, and returns them."""
         sequences = self._sequences
-        pages = self.tree.allocate(count)
-        sequences.tables[row, first : first + len(shared) + count] = [*shared, *pages]
-        sequences.num_pages[row] = first + len(shared) + count
+        pages, first = self.tree.allocate(count), int(sequences.num_pages[row])
+        sequences.tables[row, first : first + count] = pages
+        sequences.num_pages[row] = first + count
         sequences.page_epoch[pages] = sequences.epoch_of(row)
         return pages
 

@@ -45,6 +45,11 @@ def not_open(session_id: str) -> SamplerError:
     )
 
 
+def not_served(wanted: PolicyVersion, serving: PolicyVersion | None) -> SamplerError:
+    """The error for a request of another version than the one in service."""
+    return SamplerError("version is not served", field="version", received=f"{wanted}; serving {serving}")
+
+
 def serves(current: PolicyVersion | None, wanted: PolicyVersion, wanted_is_minimum: bool) -> bool:
     """Whether `current` answers a request for exactly `wanted`, or for that or a later one of its lineage.
 

@@ -19,11 +19,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from etude.inference.cache import PAGE_TOKENS, PagedCache, StepRows
+from etude.inference.cache import PAGE_TOKENS, StepRows
 from etude.inference.draft_gauge import DraftGauge
 from etude.inference.pages import SessionPages
 from etude.inference.sequences import NO_ADAPTER, Answer, Sequences
 from etude.inference.speculation import Drafter
+from etude.inference.times import EngineCounters
 from etude.records import PolicyVersion, SampleRequest
 
 
@@ -36,6 +37,9 @@ class StepPlan:
     """[S] rows of `Sequences`."""
     num_decode: int
     """Number of decoding members: they compute their last token, and drafts behind it."""
+    starts_run: bool = False
+    """Whether native code may run several steps of the members, which all decode and are not reported token
+    by token, and draft by itself."""
 
 
 class Scheduler:
@@ -43,25 +47,21 @@ class Scheduler:
 
     def __init__(
         self,
-        cache: PagedCache,
-        num_sessions: int,
-        max_tokens: int,
+        sequences: Sequences,
         prefill_tokens: int,
-        drafter: Drafter | None = None,
-        gauge: DraftGauge | None = None,
+        drafter: Drafter | None,
+        gauge: DraftGauge,
+        counters: EngineCounters,
         *,
-        drafts_in_runs: bool = False,
+        has_runs: bool,
     ) -> None:
-        """`gauge`: chooses the number of drafts; by default as many as the drafter has. `drafts_in_runs`:
-        whether decode-only steps get no drafts here, because they are computed in native runs that draft by
-        themselves."""
-        self.sequences = Sequences(cache, num_sessions, max_tokens)
-        self.pages = SessionPages(cache, self.sequences)
-        self.num_preemptions = 0
-        self._prefill_tokens = prefill_tokens
+        """`gauge`: chooses the number of drafts. `has_runs`: see `StepPlan.starts_run`."""
+        self.sequences = sequences
+        self.pages = SessionPages(sequences, counters)
+        self.gauge, self.counters = gauge, counters
         self._drafter = drafter
-        self._gauge = gauge or DraftGauge(num_sessions, max_tokens, None)
-        self._drafts_in_runs = drafts_in_runs
+        self._prefill_tokens = prefill_tokens
+        self._has_runs = has_runs
 
     # ---- sessions -------------------------------------------------------------------------------
 
@@ -95,6 +95,7 @@ class Scheduler:
         """From now on adapter slot `adapter` computes with `version`: `all_sessions`, or those of the slot,
         continue with it. Cached prefixes of the old version are dropped; with `recompute`, so are the keys
         and values of these sessions."""
+        self.gauge.reset()
         sequences = self.sequences
         rows = [row for row in sequences.states if all_sessions or sequences.adapter[row] == adapter]
         if all_sessions:
@@ -127,8 +128,8 @@ class Scheduler:
         members = np.concatenate((decode, prefill))
         if not len(members):
             return None
-        in_run = self._drafts_in_runs and not len(prefill) and not sequences.watched(decode)
-        drafted = np.ones_like(decode) if in_run else self._draft(decode)
+        starts_run = self._has_runs and not len(prefill) and not sequences.watched(decode)
+        drafted = np.ones_like(decode) if starts_run else self._draft(decode)
         counts = np.concatenate((drafted, counts))
         if self._reserve(members, counts):
             still = sequences.running[members]
@@ -136,9 +137,9 @@ class Scheduler:
             members, counts = members[still], counts[still]
         else:
             num_decode = len(decode)
-        return self._make_plan(members, counts, num_decode)
+        return StepPlan(self._plan_rows(members, counts), members, num_decode, starts_run)
 
-    def _make_plan(self, members: NDArray[np.int64], counts: NDArray[np.int64], num_decode: int) -> StepPlan:
+    def _plan_rows(self, members: NDArray[np.int64], counts: NDArray[np.int64]) -> StepRows:
         sequences = self.sequences
         starts = sequences.computed[members]
         most = -(-int((starts + counts).max()) // PAGE_TOKENS)
@@ -146,20 +147,15 @@ class Scheduler:
         rows = StepRows.plan(np.empty(0, dtype=np.int64), tables, counts, starts)
         tokens = sequences.tokens[members[rows.sequence], rows.positions].astype(np.int64)
         adapters = sequences.adapters_of(members)
-        rows = StepRows(tokens, rows.positions, rows.sequence, tables, counts, starts, adapters)
-        return StepPlan(rows, members, num_decode)
+        return StepRows(tokens, rows.positions, rows.sequence, tables, counts, starts, adapters)
 
     def _by_adapter(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """`rows` grouped by adapter, so that one matrix product takes each group."""
         adapters = self.sequences.adapters_of(rows)
         return rows if adapters is None else rows[np.argsort(adapters, kind="stable")]
 
-    def only_decodes(self, plan: StepPlan) -> bool:
-        """Whether the plan only decodes, and no request is reported token by token."""
-        return plan.num_decode == len(plan.members) and not self.sequences.watched(plan.members)
-
-    def extend_plan(self, plan: StepPlan, most_steps: int, num_drafts: int = 0) -> tuple[StepPlan, int]:
-        """Extends a decode-only plan with pages for up to `most_steps` consecutive steps; returns it and
+    def extend_plan(self, plan: StepPlan, most_steps: int, num_drafts: int) -> tuple[StepPlan, int]:
+        """Extends the plan of a run with pages for up to `most_steps` consecutive steps; returns it and
         their number: at most until a request reaches its limit, and 1 where pages are short. `num_drafts`:
         positions beyond one per step that get pages too, within the request's limit."""
         sequences, members = self.sequences, plan.members
@@ -170,11 +166,9 @@ class Scheduler:
         if steps <= 1 or sequences.waiting or not self.pages.make_room(int(needed.clip(min=0).sum())):
             return plan, 1
         for index in np.flatnonzero(needed > 0).tolist():
-            row = int(members[index])
-            self.pages.append_pages(row, int(sequences.num_pages[row]), [], int(needed[index]))
+            self.pages.append_pages(int(members[index]), int(needed[index]))
         most = -(-int((plan.rows.starts + steps).max()) // PAGE_TOKENS)
-        rows = replace(plan.rows, tables=sequences.tables[members, :most])
-        return StepPlan(rows, members, plan.num_decode), steps
+        return replace(plan, rows=replace(plan.rows, tables=sequences.tables[members, :most])), steps
 
     # ---- choosing -------------------------------------------------------------------------------
 
@@ -194,11 +188,11 @@ class Scheduler:
         if self._drafter is None or not len(decode):
             return counts
         sequences = self.sequences
-        wanted = self._gauge.choose_num_drafts(decode, sequences.arrival[decode])
+        wanted = self.gauge.choose_num_drafts(decode, sequences.arrival[decode])
         rooms = np.minimum(wanted, sequences.draft_room(decode))
         for number, (row, room) in enumerate(zip(decode.tolist(), rooms.tolist(), strict=True)):
             length = int(sequences.length[row])
-            drafts = self._drafter.draft(sequences, row, room)
+            drafts = self._drafter.draft(row, sequences.tokens[row, :length], room)
             sequences.tokens[row, length : length + len(drafts)] = drafts
             counts[number] += len(drafts)
         return counts
@@ -226,12 +220,12 @@ class Scheduler:
         sequences = self.sequences
         needed = -(-(sequences.computed[members] + counts) // PAGE_TOKENS) - sequences.num_pages[members]
         short = np.flatnonzero(needed > 0)
-        before = self.num_preemptions
+        before = self.counters.preemptions
         for index in short[np.argsort(sequences.arrival[members[short]])].tolist():
             row = int(members[index])
             if sequences.running[row] and self._make_room_by_preempting(row, int(needed[index])):
-                self.pages.append_pages(row, int(sequences.num_pages[row]), [], int(needed[index]))
-        return self.num_preemptions > before
+                self.pages.append_pages(row, int(needed[index]))
+        return self.counters.preemptions > before
 
     def _make_room_by_preempting(self, row: int, count: int) -> bool:
         """Frees `count` pages; False if `row` itself was preempted, because it is the youngest."""
@@ -248,4 +242,4 @@ class Scheduler:
         self.sequences.record_oldest_kv(row)
         self.pages.free_pages_of(row)
         self.sequences.enqueue(row)
-        self.num_preemptions += 1
+        self.counters.preemptions += 1

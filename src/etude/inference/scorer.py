@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from etude.errors import SamplerError
 from etude.inference.engine import Engine
+from etude.inference.requests import not_served
 from etude.inference.scoring import Scoring
 from etude.inference.turns import EngineTurns
 from etude.records import PolicyVersion, Scores
@@ -75,9 +76,7 @@ class Scorer:
     def _begin(self, tokens: NDArray[np.int32], version: PolicyVersion) -> Scoring:
         current = self._engine.current()
         if version != current:
-            raise SamplerError(
-                "version is not served", field="version", received=f"{version}; serving {current}"
-            )
+            raise not_served(version, current)
         return self._engine.begin_score(tokens)
 
     async def _compute(self, scoring: Scoring) -> None:

@@ -65,10 +65,23 @@ class Scoring:
         rows = StepRows.plan(self._tokens[start:end], self._table, counts, starts, self._adapters)
         hidden, chosen = self._compute(rows)
         self._routes.append(chosen.numpy())
-        following = self._tokens[start + 1 : end + 1]
-        hidden = hidden[: len(following)]
-        self._logprobs[start + 1 : end + 1] = _logprobs_of(self._compute, hidden, following, self._num_rows)
+        following = torch.from_numpy(self._tokens[start + 1 : end + 1])
+        if len(following):
+            count = self._num_rows
+            parts = zip(hidden[: len(following)].split(count), following.split(count), strict=True)
+            logprobs = torch.cat([self._logprobs_of(*part) for part in parts])
+            self._logprobs[start + 1 : end + 1] = logprobs.numpy()
         self._computed = end
+
+    def _logprobs_of(self, hidden: Tensor, tokens: Tensor) -> Tensor:
+        """hidden [N, width] and the tokens [N] that follow -> their log-probabilities [N], with the bits that
+        the pass itself samples from."""
+        logits = self._compute.logits(hidden)
+        if isinstance(self._compute, NativeForward):
+            distribution = calls.log_softmax(logits, torch.get_num_threads())
+        else:
+            distribution = logits.log_softmax(dim=-1)
+        return distribution.gather(-1, tokens[:, None]).squeeze(-1)
 
     def scores(self) -> Scores:
         """Log-probabilities [T] at temperature 1, entry 0 being 0, and the routes [T, MoE layers, top_k] of
@@ -76,23 +89,3 @@ class Scoring:
         assert self.is_done
         routes = np.concatenate(self._routes)
         return Scores(self._logprobs, self._version, routes if routes.shape[1] else None)
-
-
-def _logprobs_of(
-    compute: ForwardPass, hidden: Tensor, tokens: NDArray[np.int64], num_rows: int
-) -> NDArray[np.float32]:
-    """hidden [N, width] and the tokens [N] that follow -> their log-probabilities [N]; logits of `num_rows`
-    at a time."""
-    logprobs = np.zeros(len(tokens), dtype=np.float32)
-    for start in range(0, len(tokens), num_rows):
-        part = slice(start, min(start + num_rows, len(tokens)))
-        distribution = _log_softmax(compute, compute.logits(hidden[part]))
-        logprobs[part] = distribution.gather(-1, torch.from_numpy(tokens[part, None])).squeeze(-1).numpy()
-    return logprobs
-
-
-def _log_softmax(compute: ForwardPass, logits: Tensor) -> Tensor:
-    """Log-probabilities with the bits that the pass itself samples from."""
-    if isinstance(compute, NativeForward):
-        return calls.log_softmax(logits, torch.get_num_threads())
-    return logits.log_softmax(dim=-1)

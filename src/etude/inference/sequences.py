@@ -14,7 +14,7 @@ from xxhash import xxh3_64_hexdigest
 from etude.inference.cache import PAGE_TOKENS, PagedCache
 from etude.inference.radix import Node
 from etude.inference.sampling import Alternatives, hash_key
-from etude.records import PolicyVersion, SampleChunk, SampleRequest
+from etude.records import PolicyVersion, SampleChunk, SampleRequest, SamplingParams
 
 NO_ADAPTER = -1
 """Adapter slot of sessions that use the base weights."""
@@ -229,17 +229,6 @@ class Sequences:
 
     # ---- answers --------------------------------------------------------------------------------
 
-    def write_sampled(
-        self,
-        rows: NDArray[np.int64],
-        places: NDArray[np.int64],
-        tokens: NDArray[np.int64],
-        logprobs: NDArray[np.float32],
-    ) -> None:
-        """Writes tokens and log-probabilities [N] at `places` [N] of `rows` [N], without changing lengths."""
-        self.tokens[rows, places] = tokens
-        self.logprobs[rows, places] = logprobs
-
     def needs_handling(self, rows: NDArray[np.int64], tokens: NDArray[np.int64]) -> NDArray[np.bool_]:
         """[N] whether the next token of each of `rows` may end its request, or must be reported by itself."""
         stops = self._stops
@@ -254,6 +243,13 @@ class Sequences:
     def stops(self, rows: NDArray[np.int64]) -> list[frozenset[int]]:
         """Stop tokens of the request in each of `rows`."""
         return [self._stops[row] for row in rows.tolist()]
+
+    def params(self, rows: NDArray[np.int64]) -> list[SamplingParams]:
+        """Sampling parameters of the requests in `rows`, which all have one."""
+        requests = [self.states[row].request for row in rows.tolist()]
+        params = [request.params for request in requests if request is not None]
+        assert len(params) == len(requests), "only rows with a request sample"
+        return params
 
     def finish_reason(self, row: int, token: int, length: int) -> str | None:
         """Why the request in `row` ends with `token`, its `length`-th; None if it continues."""

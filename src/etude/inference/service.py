@@ -35,7 +35,7 @@ from etude.inference.requests import already_open, not_open
 from etude.inference.scorer import Scorer
 from etude.inference.sequences import Answer
 from etude.inference.tickets import Reply, Ticket, TicketQueue
-from etude.inference.times import EngineCounters, EngineLoad, ServiceTimes
+from etude.inference.times import EngineLoad, ServiceTimes
 from etude.inference.turns import EngineTurns
 from etude.kit.tasks import finish_in_thread
 from etude.protocols import KvPolicy, Pace
@@ -56,19 +56,20 @@ class EngineService:
         """`delay_steps`: steps after which a session's next request is waited for; None admits requests on
         arrival (for interactive use, where timing need not be reproducible), and steps in a thread."""
         self.engine = engine
+        self.counters = engine.counters
         self.times = ServiceTimes()
-        self._fetch_weights = fetch_weights
+        self.fetch = fetch_weights
+        """Fetches and checks the tensors of a manifest from the engine's weight source. Blocks."""
         self._delay_steps = delay_steps
         self._tickets = TicketQueue(delay_steps)
         self._in_flight: dict[str, str] = {}
         """Session -> its request, from stream() until the last answer."""
         self._replies: dict[str, Reply] = {}
         """Request -> its reply, once the engine has it."""
-        self._turns = EngineTurns(own_thread=delay_steps is None, before=self._record_load)
+        self._turns = EngineTurns(own_thread=delay_steps is None)
         self._scorer = Scorer(engine, self._turns, at_once=delay_steps is not None)
         self._closing: set[str] = set()
         """Sessions to close once their request has ended."""
-        self._last_load = EngineLoad(0, 0, engine.num_free_pages, engine.num_pages)
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
         """Set while no session is open and the engine has no work."""
@@ -79,7 +80,8 @@ class EngineService:
         self._may_step.set()
         self._pace: Pace | None = None
         self._loop_task: asyncio.Task[None] | None = None
-        self._failure: BaseException | None = None
+        self.failure: BaseException | None = None
+        """The error that ended the loop; None while it runs."""
 
     async def __aenter__(self) -> EngineService:
         self._loop_task = asyncio.create_task(self._run())
@@ -93,8 +95,8 @@ class EngineService:
                 await self._loop_task
         finally:
             await self._turns.close()
-        self._failure = SamplerError("the engine was stopped")
-        self._fail_waiting(self._failure)
+        self.failure = SamplerError("the engine was stopped")
+        self._fail_waiting(self.failure)
 
     # ---- Sampler --------------------------------------------------------------------------------
 
@@ -121,10 +123,10 @@ class EngineService:
         """See Sampler.stream. Chunks come when the message is complete, one per policy version; if the
         request is `streaming`, after each step. A stream that is not read to its end aborts its request;
         so does `deadline_s`, counted from this call."""
-        if self._failure is not None:
-            raise SamplerError("the engine has failed", received=repr(self._failure))
-        reply = Reply()
-        if not self._tickets.mark_returned(request.session_id, request, reply):
+        if self.failure is not None:
+            raise SamplerError("the engine has failed", received=repr(self.failure))
+        reply = Reply(request)
+        if not self._tickets.mark_returned(request.session_id, reply):
             raise not_open(request.session_id)
         self._in_flight[request.session_id] = request.id
         self._wake.set()
@@ -150,16 +152,16 @@ class EngineService:
 
     async def score(self, tokens: NDArray[np.int32], version: PolicyVersion) -> Scores:
         """See Sampler.score, and `Scorer`."""
-        if self._failure is not None:
-            raise SamplerError("the engine has failed", received=repr(self._failure))
+        if self.failure is not None:
+            raise SamplerError("the engine has failed", received=repr(self.failure))
         return await self._scorer.score(tokens, version)
 
     def abort(self, request_id: str) -> None:
-        ticket = self._tickets.find(request_id)
-        if ticket is not None and ticket.request is not None:
-            self._abort_unstarted(ticket, ticket.request)
-            return
-        self._turns.when_free(functools.partial(self._abort_begun, request_id))
+        reply = self._tickets.withdraw(request_id)
+        if reply is not None:
+            self._abort_unstarted(reply)
+        else:
+            self._turns.when_free(functools.partial(self._abort_begun, request_id))
 
     def _abort_begun(self, request_id: str) -> None:
         finished = self.engine.abort(request_id)
@@ -189,10 +191,6 @@ class EngineService:
         tensors = self.fetch(manifest) if tensors is None else tensors
         self.engine.stage(manifest.version, tensors, digest_base(manifest))
 
-    def fetch(self, manifest: WeightManifest) -> Mapping[str, Tensor]:
-        """Fetches and checks the tensors of a manifest from the engine's weight source. Blocks."""
-        return self._fetch_weights(manifest)
-
     async def activate(self, version: PolicyVersion, kv: KvPolicy = "keep") -> None:
         """See WeightSink.activate. Runs between two steps, while nothing is being scored."""
         async with self._scorer.weights_lock:
@@ -211,7 +209,7 @@ class EngineService:
     async def release_memory(self) -> None:
         """See Engine.release_memory. Waits for sessions that are being closed."""
         async with self._scorer.weights_lock:
-            if not self._tickets.any_outstanding and not self._in_flight and self._failure is None:
+            if not self._tickets.any_outstanding and not self._in_flight and self.failure is None:
                 await self._idle.wait()
             await self._turns.wait_until_free()
             self.engine.release_memory()
@@ -224,33 +222,18 @@ class EngineService:
 
     # ---- for metrics ----------------------------------------------------------------------------
 
-    @property
-    def counters(self) -> EngineCounters:
-        """The engine's counters."""
-        return self.engine.counters
-
     def usage(self) -> dict[str, float]:
         """Counters and times by their names in EngineCounters and ServiceTimes."""
         times = {name: value for name, value in asdict(self.times).items() if isinstance(value, float)}
         return {**asdict(self.counters), **times}
 
     @property
-    def failure(self) -> BaseException | None:
-        """The error that ended the loop; None while it runs."""
-        return self._failure
-
-    @property
     def load(self) -> EngineLoad:
-        """Current load of the engine, or that before the running step. Requests whose tickets are not due yet
-        count as waiting."""
-        if self._turns.is_free:
-            self._record_load()
-        return self._last_load
-
-    def _record_load(self) -> None:
+        """Current load of the engine, approximately while a thread has it. Requests whose tickets are not due
+        yet count as waiting."""
         engine = self.engine
-        num_early = sum(ticket.request is not None for ticket in self._tickets)
-        self._last_load = EngineLoad(
+        num_early = sum(ticket.reply is not None for ticket in self._tickets)
+        return EngineLoad(
             engine.num_running, engine.num_waiting + num_early, engine.num_free_pages, engine.num_pages
         )
 
@@ -274,7 +257,7 @@ class EngineService:
                     self._idle.set()
                     await self._wait_for_work()
         except Exception as error:
-            self._failure = error
+            self.failure = error
             self._fail_waiting(error)
             raise
 
@@ -305,23 +288,24 @@ class EngineService:
             self.times.waiting_s += time.perf_counter() - began
             self._tickets.pop_due()
             self._admit(ticket)
-            if self._pace is not None and ticket.request is None:
+            if self._pace is not None and ticket.reply is None:
                 self._pace.on_session_ended(ticket.session_id)
                 some_ended = True
         if some_ended and self._pace is not None:
             await self._pace.before_next_step()
 
     def _admit(self, ticket: Ticket) -> None:
-        if ticket.request is None or ticket.reply is None:
+        reply = ticket.reply
+        if reply is None:
             self.engine.close(ticket.session_id)
             return
         try:
-            self.engine.submit(ticket.request)
+            self.engine.submit(reply.request)
         except EtudeError as error:
             self._issue_ticket(ticket.session_id)
-            ticket.reply.put(error)
+            reply.put(error)
             return
-        self._replies[ticket.request.id] = ticket.reply
+        self._replies[reply.request.id] = reply
 
     async def _step(self) -> None:
         """Runs one step, in the thread if there is one. Deferred actions run before the next."""
@@ -353,14 +337,11 @@ class EngineService:
         if reply is not None:
             reply.put(answer)
 
-    def _abort_unstarted(self, ticket: Ticket, request: SampleRequest) -> None:
+    def _abort_unstarted(self, reply: Reply) -> None:
         """Aborts a request that has not reached the engine: its session keeps its ticket."""
-        reply = self._tickets.withdraw_request(ticket)
-        self._in_flight.pop(ticket.session_id, None)
-        if reply is None or reply.is_closed:
-            return
+        self._in_flight.pop(reply.request.session_id, None)
         try:
-            reply.put(self.engine.abort_unstarted(request))
+            reply.put(self.engine.abort_unstarted(reply.request))
         except SamplerError as error:
             reply.put(error)
 

@@ -15,14 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from etude.inference.sequences import Sequences
-
 
 class Drafter(Protocol):
     """Proposes the tokens that a session will probably sample next."""
 
-    def draft(self, sequences: Sequences, row: int, most: int) -> NDArray[np.int32]:
-        """Up to `most` tokens that may follow those of `row`."""
+    def draft(self, row: int, tokens: NDArray[np.int32], most: int) -> NDArray[np.int32]:
+        """Up to `most` tokens that may follow `tokens` [n], all those of the session in `row`."""
         ...
 
 
@@ -45,11 +43,8 @@ class NgramLookup:
                 f"NgramLookup: needs num_drafts >= 1 and 1 <= shortest <= longest, received {self}"
             )
 
-    def draft(self, sequences: Sequences, row: int, most: int) -> NDArray[np.int32]:
-        return self.propose(sequences.tokens[row, : int(sequences.length[row])], most)
-
-    def propose(self, tokens: NDArray[np.int32], most: int) -> NDArray[np.int32]:
-        """Up to `most` tokens that may follow `tokens` [n]; none if their last n-gram is new."""
+    def draft(self, row: int, tokens: NDArray[np.int32], most: int) -> NDArray[np.int32]:
+        """See Drafter: none if the last n-gram of `tokens` is new."""
         most = min(most, self.num_drafts)
         for size in range(self.longest, self.shortest - 1, -1):
             if most < 1 or len(tokens) <= size:

@@ -16,16 +16,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from etude.inference.cache import PAGE_TOKENS, PagedCache
-from etude.inference.draft_gauge import DraftGauge
+from etude.inference.cache import PAGE_TOKENS
 from etude.inference.mtp import MtpDrafter
 from etude.inference.native import NativeForward
-from etude.inference.native.drafting import DecodingSteps
 from etude.inference.sampling import Alternatives, uniforms
 from etude.inference.scheduler import Scheduler, StepPlan
 from etude.inference.sequences import Answer, Sequences
 from etude.inference.speculation import CarriedStates, NgramLookup
-from etude.inference.times import EngineCounters
 from etude.inference.weights import DoubleWeights
 from etude.records import SamplingParams
 
@@ -82,28 +79,21 @@ class Stepper:
     """Executes the scheduler's plans with the weights in service."""
 
     def __init__(
-        self,
-        scheduler: Scheduler,
-        cache: PagedCache,
-        weights: DoubleWeights,
-        counters: EngineCounters,
-        drafter: NgramLookup | MtpDrafter | None,
-        gauge: DraftGauge,
+        self, scheduler: Scheduler, weights: DoubleWeights, drafter: NgramLookup | MtpDrafter | None
     ) -> None:
-        """`drafter`, `gauge`: the same objects as the scheduler's."""
+        """`drafter`: the scheduler's."""
         self._scheduler = scheduler
         self._sequences = scheduler.sequences
-        self._cache = cache
         self._weights = weights
-        self._counters = counters
+        self._counters = scheduler.counters
         self._drafter = drafter
-        self._gauge = gauge
+        self._gauge = scheduler.gauge
 
     @torch.no_grad()
     def step(self, plan: StepPlan, most_steps: int) -> list[Answer]:
         """See Engine.step."""
         compute = self._weights.active.compute
-        if isinstance(compute, NativeForward) and self._scheduler.only_decodes(plan):
+        if isinstance(compute, NativeForward) and plan.starts_run:
             most_steps = min(most_steps, compute.steps_ahead(len(plan.members)))
             wanted = self._num_drafts(plan)
             if wanted.any() and not self._gauge.is_calibrated(plan.members):
@@ -111,20 +101,18 @@ class Stepper:
             plan, num_steps = self._scheduler.extend_plan(plan, most_steps, int(wanted.max()))
             if num_steps > 1 or wanted.any():
                 return self._decode(plan, num_steps, compute, wanted)
-        hidden, routes = self._weights.active.compute(plan.rows)
+        hidden, routes = compute(plan.rows)
         if routes.shape[1]:
-            self._cache.routes[plan.rows.pages, plan.rows.offsets] = routes.numpy()
+            self._sequences.cache.routes[plan.rows.pages, plan.rows.offsets] = routes.numpy()
         self._count(plan)
         answers = self._sample(plan, hidden)
         if isinstance(self._drafter, MtpDrafter):
             wanted = self._num_drafts(plan)
-            self._drafter.draft_after_step(plan, hidden, self._weights.active, self._sequences, wanted)
+            self._drafter.draft_after_step(plan, hidden, self._weights.active, wanted)
         return answers
 
     def _num_drafts(self, plan: StepPlan) -> NDArray[np.int64]:
-        """[S] most drafts for each of the plan's members."""
-        if self._drafter is None:
-            return np.zeros_like(plan.members)
+        """[S] most drafts for each of the plan's members; 0 without a drafter."""
         return self._gauge.choose_num_drafts(plan.members, self._sequences.arrival[plan.members])
 
     def _count(self, plan: StepPlan) -> None:
@@ -162,27 +150,12 @@ class Stepper:
         `wanted` [S] drafts in each."""
         sequences, members, most_drafts = self._sequences, plan.members, int(wanted.max())
         drafter = self._drafter if most_drafts else None
-        lengths = sequences.length[members]
-        remaining = sequences.limit[members] - lengths
-        places = min(num_steps * (1 + most_drafts), int(remaining.max())) + most_drafts
-        noise = uniforms(sequences.key[members][:, None], lengths[:, None] + np.arange(places))
         ready, source = self._begin_run(members, drafter)
-        run = DecodingSteps(
-            rows=members,
-            most_steps=num_steps,
-            most_positions=num_steps * len(members),
-            lengths=lengths.copy(),
-            wanted=wanted,
-            ready=ready,
-            stops=sequences.stops(members),
-            noise=noise,
-            source=source,
-        )
-        taken = compute.decode(run, sequences, self._params(members))
+        run = compute.decode(sequences, members, num_steps, wanted, ready, source)
         ends = run.lengths - 1
         sequences.computed[members] = sequences.length[members] = ends
-        self._count_steps(taken)
-        self._counters.decode_tokens += taken * len(members) + int(run.accepted.sum())
+        self._count_steps(run.num_steps)
+        self._counters.decode_tokens += run.num_steps * len(members) + int(run.accepted.sum())
         self._counters.drafted_tokens += int(run.drafted.sum())
         self._counters.accepted_tokens += int(run.accepted.sum())
         if drafter is not None:
@@ -190,7 +163,7 @@ class Stepper:
         last = sequences.tokens[members, ends].astype(np.int64)
         answers = self._append_draws(members, last, np.ones_like(members), [])
         if isinstance(drafter, MtpDrafter):
-            drafter.record_drafts(members, run.ready, sequences)
+            drafter.record_drafts(members, run.ready)
         self._cache_pages(plan, ends)
         return answers
 
@@ -199,20 +172,13 @@ class Stepper:
     ) -> tuple[NDArray[np.int64], NgramLookup | CarriedStates | None]:
         """[S] drafts that already follow the tokens of `members`, and from where native code drafts more."""
         if isinstance(drafter, MtpDrafter):
-            return drafter.begin_run(members, self._sequences, self._weights.active.model.final_norm)
+            return drafter.begin_run(members, self._weights.active.model.final_norm)
         return np.zeros_like(members), drafter
-
-    def _params(self, rows: NDArray[np.int64]) -> list[SamplingParams]:
-        """Sampling parameters of the requests in `rows`, which all have one."""
-        requests = [self._sequences.states[row].request for row in rows.tolist()]
-        params = [request.params for request in requests if request is not None]
-        assert len(params) == len(requests), "only rows with a request sample"
-        return params
 
     def _draw(self, draws: Draws, hidden: Tensor) -> list[Answer]:
         """Samples tokens from the step's hidden states [T, width], and appends the valid ones."""
         sequences, compute = self._sequences, self._weights.active.compute
-        params = self._params(draws.owners)
+        params = sequences.params(draws.owners)
         if len(draws.hidden_rows) < len(hidden):
             hidden = hidden[torch.from_numpy(draws.hidden_rows)]
         noise = uniforms(sequences.key[draws.owners], draws.places)
@@ -222,7 +188,8 @@ class Stepper:
         num_valid = draws.num_valid(tokens, sequences)
         if self._drafter is not None:
             self._gauge.record(draws.sessions, draws.counts - 1, draws.counts - 1, num_valid - 1)
-        sequences.write_sampled(draws.owners, draws.places, tokens, logprobs.numpy())
+        sequences.tokens[draws.owners, draws.places] = tokens
+        sequences.logprobs[draws.owners, draws.places] = logprobs.numpy()
         self._counters.accepted_tokens += int(num_valid.sum()) - len(num_valid)
         self._counters.decode_tokens += int(num_valid.sum()) - len(num_valid)
         return self._append_draws(draws.sessions, tokens, num_valid, alternatives, draws.counts)

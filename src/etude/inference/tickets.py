@@ -14,8 +14,9 @@ from etude.records import SampleRequest
 
 @dataclass(slots=True, eq=False)
 class Reply:
-    """The queue behind one stream: answers, up to the last one, or an error."""
+    """The queue behind one stream: answers to its request, up to the last one, or an error."""
 
+    request: SampleRequest
     items: asyncio.Queue[Answer | EtudeError] = field(default_factory=asyncio.Queue[Answer | EtudeError])
     is_closed: bool = False
     """Whether the last item was put, or the reader has stopped."""
@@ -30,14 +31,14 @@ class Reply:
 
 @dataclass(slots=True, eq=False)
 class Ticket:
-    """A session without a request in the engine, and the request that it returns with."""
+    """A session without a request in the engine, and the stream that it returns with."""
 
     session_id: str
     due_step: int
     parent: str | None = None
     """The session that this one was forked from, until it has a request of its own."""
-    request: SampleRequest | None = None
     reply: Reply | None = None
+    """None: it has not returned, or is to be closed."""
     returned: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -84,11 +85,10 @@ class TicketQueue:
         """Advances the clock to the step at which the first ticket is due."""
         self.clock = max(self.clock, self._queue[0].due_step)
 
-    def issue(self, session_id: str) -> Ticket:
+    def issue(self, session_id: str) -> None:
         """Issues a ticket to a session that is opened, or whose request has ended."""
         ticket = self._outstanding[session_id] = Ticket(session_id, self._due_step())
         self._queue.append(ticket)
-        return ticket
 
     def issue_after(self, session_id: str, other: str) -> bool:
         """Issues a ticket that is due together with that of `other`, after earlier ones of this kind; returns
@@ -103,29 +103,24 @@ class TicketQueue:
         self._queue.insert(place, ticket)
         return True
 
-    def mark_returned(
-        self, session_id: str, request: SampleRequest | None = None, reply: Reply | None = None
-    ) -> bool:
-        """The session has returned: with a request, or None to be closed. False if it has no open ticket."""
+    def mark_returned(self, session_id: str, reply: Reply | None = None) -> bool:
+        """The session has returned: with a stream, or None to be closed. False if it has no open ticket."""
         ticket = self._outstanding.pop(session_id, None)
         if ticket is None:
             return False
-        ticket.request, ticket.reply = request, reply
+        ticket.reply = reply
         ticket.returned.set()
         return True
 
-    def withdraw_request(self, ticket: Ticket) -> Reply | None:
-        """Takes the request back: the session has not returned. The reply that waited for the answer."""
-        reply, ticket.request, ticket.reply = ticket.reply, None, None
-        ticket.returned.clear()
-        self._outstanding[ticket.session_id] = ticket
-        return reply
-
-    def find(self, request_id: str) -> Ticket | None:
-        """The ticket that was returned with this request."""
+    def withdraw(self, request_id: str) -> Reply | None:
+        """Takes a request back, so that its session has not returned; its stream, if a ticket has it."""
         for ticket in self._queue:
-            if ticket.request is not None and ticket.request.id == request_id:
-                return ticket
+            reply = ticket.reply
+            if reply is not None and reply.request.id == request_id:
+                ticket.reply = None
+                ticket.returned.clear()
+                self._outstanding[ticket.session_id] = ticket
+                return reply
         return None
 
     def pop_due(self) -> Ticket:

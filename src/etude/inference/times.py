@@ -17,7 +17,7 @@ class EngineCounters:
     steps: int = 0
     weight_updates: int = 0
     cached_tokens: int = 0
-    """Prompt tokens found in the prefix cache."""
+    """Prompt tokens found in the prefix cache: computed by another request, or before a preemption."""
     preemptions: int = 0
     """How often a request lost its pages to an older one."""
     drafted_tokens: int = 0

@@ -23,11 +23,9 @@ Result = TypeVar("Result")
 class EngineTurns:
     """A FIFO lock on one engine, with deferred actions. To be used from the event loop only."""
 
-    def __init__(self, *, own_thread: bool, before: Callable[[], None]) -> None:
-        """`own_thread`: whether work runs in a thread of its own, else in the loop's executor. `before` is
-        called right before a thread gets the engine."""
+    def __init__(self, *, own_thread: bool) -> None:
+        """`own_thread`: whether work runs in a thread of its own, else in the loop's executor."""
         self._thread = ThreadPoolExecutor(1, "etude-engine") if own_thread else None
-        self._before = before
         self._turn = asyncio.Lock()
         self._free = asyncio.Event()
         self._free.set()
@@ -67,7 +65,6 @@ class EngineTurns:
     async def run_in_thread(self, work: Callable[[], Result]) -> Result:
         """As `run_in_loop`, in a thread. If cancelled, waits for the end of `work`."""
         async with self._turn:
-            self._before()
             self._free.clear()
             try:
                 return await finish_despite_cancel(

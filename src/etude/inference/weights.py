@@ -23,8 +23,6 @@ from etude.model.lora import pairs_of
 from etude.records import ADAPTER_PREFIX, PolicyVersion
 from etude.weights.manifest import check_staged
 
-MakeForward = Callable[[LanguageModel, DraftLayers | None], ForwardPass]
-
 
 @dataclass(frozen=True, slots=True)
 class Runner:
@@ -34,6 +32,26 @@ class Runner:
     compute: ForwardPass
     drafts: DraftLayers | None
     """MTP layers that draft for it."""
+
+
+def make_runner(
+    config: ModelConfig,
+    vocab_size: int,
+    make_forward: Callable[[LanguageModel, DraftLayers | None], ForwardPass],
+    device: torch.device,
+    dtype: torch.dtype,
+    drafts: DraftLayers | None,
+) -> Runner:
+    """A runner without weights. `drafts`: its first draft layers, which are copied."""
+    model = build_model(config, vocab_size).requires_grad_(requires_grad=False)
+    # Cast first: float32 weights of a large model would not fit next to those in service.
+    if dtype != torch.float32:
+        model.cast(dtype)
+    model = model.to(device)
+    drafts = copy.deepcopy(drafts)
+    if drafts is not None:
+        drafts.requires_grad_(requires_grad=False).to(device, dtype)
+    return Runner(model, make_forward(model, drafts), drafts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,26 +72,11 @@ class DoubleWeights:
     second runner is created when needed, and then kept, or dropped at each activation.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        vocab_size: int,
-        make_forward: MakeForward,
-        device: torch.device | None = None,
-        dtype: torch.dtype = torch.float32,
-        drafts: DraftLayers | None = None,
-        keep_spare: bool = True,
-    ) -> None:
-        """`device` and `dtype`: of the models. `drafts`: the initial draft layers, which are copied.
-        `keep_spare`: whether the runner that leaves service is kept for the next version."""
-        self._config = config
-        self._vocab_size = vocab_size
-        self._make_forward = make_forward
-        self._device = device
-        self._dtype = dtype
-        self._first_drafts = drafts
+    def __init__(self, make_runner: Callable[[], Runner], keep_spare: bool) -> None:
+        """`keep_spare`: whether the runner that leaves service is kept for the next version."""
+        self._make_runner = make_runner
         self._keep_spare = keep_spare
-        self.active = self._make_runner()
+        self.active = make_runner()
         self.version: PolicyVersion | None = None
         """The version that was activated last."""
         self.served: dict[str | None, PolicyVersion] = {}
@@ -148,17 +151,6 @@ class DoubleWeights:
         self.active.compute.load_cache()
         if self._spare is not None and self._spare is not self.active:
             self._spare.compute.load_cache()
-
-    def _make_runner(self) -> Runner:
-        model = build_model(self._config, self._vocab_size).requires_grad_(requires_grad=False)
-        # Cast first: float32 weights of a large model would not fit next to those in service.
-        if self._dtype != torch.float32:
-            model.cast(self._dtype)
-        model = model.to(self._device)
-        drafts = copy.deepcopy(self._first_drafts)
-        if drafts is not None:
-            drafts.requires_grad_(requires_grad=False).to(self._device, self._dtype)
-        return Runner(model, self._make_forward(model, drafts), drafts)
 
 
 @torch.no_grad()

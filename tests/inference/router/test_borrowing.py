@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.inference.router.borrowing import Borrower, LoanBook
-from etude.inference.router.types import Replica
+from etude.inference.router.types import Replica, ReplicaState
 from tests.inference.router.test_members import BY_LOAD, POOLS, lender_of
 
 WINDOW = {**POOLS, "count": 1, "start": "00:00", "end": "01:00"}
@@ -27,7 +27,7 @@ def lend_all(books: LoanBook, table: dict[str, Replica], now_s: float = 0.0) -> 
 
 def test_a_run_gets_ready_replicas_of_its_pool_up_to_what_it_wants() -> None:
     books, table = LoanBook(), replicas("serve", "rollout", "rollout", "rollout")
-    table["r1"].ready = False
+    table["r1"].state = ReplicaState.EJECTED
     assert lend_all(books, table) == []
     books.check_in("run", borrower(1), 0.0)
     assert lend_all(books, table) == ["r2"]
@@ -105,7 +105,7 @@ def test_who_is_loaded_gets_its_replica_back_at_once_and_lends_again_later() -> 
     assert move.pool == "rollout"
     lent = next(r for r in every if r.name == move.replica)
     lent.pool = "rollout"
-    lent.ready = False
+    lent.state = ReplicaState.EJECTED
     other = next(r for r in every if r is not lent)
     other.work = 5000
     (back,) = lender.moves(every, 0.1, 0.0, {"rollout": 5000.0})

@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from etude.inference.router import NoReplicaError, Router, RouteRequest, RoutingConfig
+from etude.inference.router import NoReplicaError, ReplicaState, Router, RouteRequest, RoutingConfig
 from etude.inference.router.policy import choose_arm
 
 
@@ -55,7 +55,7 @@ def test_sessions_that_left_another_one_begin_where_its_prefix_is() -> None:
     for n in range(3):
         assert router.place(f"sibling{n}", 1.0, sibling="forked") == home
         assert turn(router, 1 + n, f"sibling{n}", prompt=500) == home
-    router.replicas[home].ready = False
+    router.replicas[home].state = ReplicaState.EJECTED
     assert router.place("late", 2.0, sibling="forked") != home
     assert router.place("other", 2.0, sibling="unknown") != home
 
@@ -81,10 +81,10 @@ def test_a_session_leaves_an_overloaded_replica() -> None:
     router = router_of("a", "b", spill_floor_tokens=10.0)
     home = turn(router, 0, "s")
     other = "b" if home == "a" else "a"
-    router.replicas[other].ready = False
+    router.replicas[other].state = ReplicaState.EJECTED
     for n in range(1, 10):
         router.begin(ask(n), 1.0)
-    router.replicas[other].ready = True
+    router.replicas[other].state = ReplicaState.READY
     assert turn(router, 50, "s", prompt=200) == other
     assert router.spills == 1
     assert home_of(router, "s") == other
@@ -95,11 +95,11 @@ def test_a_long_prefix_keeps_a_session_where_a_short_one_leaves() -> None:
     for held in (100, 100_000):
         router = router_of("a", "b", prefill_weight=0.1, spill_floor_tokens=1.0)
         home = turn(router, 0, "s", prompt=held)
-        router.replicas["b" if home == "a" else "a"].ready = False
+        router.replicas["b" if home == "a" else "a"].state = ReplicaState.EJECTED
         for n in range(1, 8):
             router.begin(ask(n), 1.0)
-        router.replicas["a"].ready = True
-        router.replicas["b"].ready = True
+        router.replicas["a"].state = ReplicaState.READY
+        router.replicas["b"].state = ReplicaState.READY
         homes.append(turn(router, 50, "s", prompt=held + 100) == home)
     assert homes == [False, True]
 
@@ -230,7 +230,7 @@ class Books(RuleBasedStateMachine):
     @rule(name=NAMES, ready=st.booleans())
     def eject_or_return(self, name: str, ready: bool) -> None:
         if name in self.router.replicas:
-            self.router.replicas[name].ready = ready
+            self.router.replicas[name].state = ReplicaState.READY if ready else ReplicaState.EJECTED
         if not ready:
             self.router.drop_prefixes(name)
 

@@ -33,7 +33,7 @@ def run_python(code: str) -> None:
     "run",
     [
         "sys.argv = ['etude', 'route', '--help']; main()",
-        "import etude.inference.router.server.process",
+        "import etude.inference.router.server.app",
     ],
 )
 def test_routing_imports_no_torch(run: str) -> None:

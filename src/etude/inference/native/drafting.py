@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -12,102 +11,76 @@ from numpy.typing import NDArray
 from etude.inference.cache import PAGE_TOKENS
 from etude.inference.native.structures import DraftLayers, DraftRun, Lookup
 from etude.inference.native.weights import NativeDraftWeights
-from etude.inference.sampling import above_zero
+from etude.inference.sampling import above_zero, uniforms
 from etude.inference.sequences import Sequences
 from etude.inference.speculation import CarriedStates, NgramLookup
 from etude.model.kernels.native.matrices import address
 from etude.records import SamplingParams
 
 
-@dataclass(slots=True, eq=False)
-class DecodingSteps:
-    """Input and output of one run of decoding steps of N sessions, optionally with drafts. The run also
-    writes the tokens and log-probabilities of `Sequences`."""
-
-    rows: NDArray[np.int64]
-    """[N] rows of `Sequences`."""
-    most_steps: int
-    most_positions: int
-    """Most positions that the model computes, without the first step."""
-    lengths: NDArray[np.int64]
-    """[N] tokens of each session; in and out."""
-    wanted: NDArray[np.int64]
-    """[N] most drafts of each."""
-    ready: NDArray[np.int64]
-    """[N] drafts that draft layers have already put behind the tokens; in and out."""
-    stops: Sequence[Collection[int]]
-    noise: NDArray[np.float64]
-    """[N, places] uniform draws for the positions after each session's tokens."""
-    source: NgramLookup | CarriedStates | None
-    """The drafter: n-gram lookup, or draft layers, given by their states; None without drafts."""
-    drafted: NDArray[np.int64] = field(init=False)
-    """[N] out: verified drafts."""
-    accepted: NDArray[np.int64] = field(init=False)
-    """[N] out: accepted drafts."""
-
-    def __post_init__(self) -> None:
-        self.drafted, self.accepted = np.zeros_like(self.lengths), np.zeros_like(self.lengths)
+def sampling_columns(params: Sequence[SamplingParams]) -> dict[str, NDArray[Any]]:
+    """Sampling parameters by the names of the structures' fields, one entry per request."""
+    return {
+        "temperatures": np.array([above_zero(p.temperature) for p in params], dtype=np.float32),
+        "top_p": np.array([above_zero(p.top_p) for p in params], dtype=np.float32),
+        "min_p": np.array([p.min_p for p in params], dtype=np.float32),
+        "top_k": np.array([p.top_k for p in params], dtype=np.int64),
+    }
 
 
-@dataclass(slots=True, eq=False)
-class Columns:
-    """Sampling parameters by column, as native code reads them."""
-
-    temperatures: NDArray[np.float32]
-    top_p: NDArray[np.float32]
-    min_p: NDArray[np.float32]
-    top_k: NDArray[np.int64]
-
-    @staticmethod
-    def of(params: Sequence[SamplingParams]) -> Columns:
-        """One entry per request, in the order given."""
-        above_zeros = [[above_zero(p.temperature) for p in params], [above_zero(p.top_p) for p in params]]
-        temperatures, top_p, min_p = np.array([*above_zeros, [p.min_p for p in params]], dtype=np.float32)
-        return Columns(temperatures, top_p, min_p, np.array([p.top_k for p in params], dtype=np.int64))
-
-
-class NativeRun:
-    """The `DraftRun` structure of a run, and the memory that it points to."""
+class DecodingRun:
+    """A run of decoding steps of N sessions: the structure that native code reads and writes, and the memory
+    that it points to. Native code also writes the tokens and log-probabilities of `Sequences`."""
 
     def __init__(
         self,
-        steps: DecodingSteps,
         sequences: Sequences,
-        columns: Columns,
+        rows: NDArray[np.int64],
+        most_steps: int,
+        wanted: NDArray[np.int64],
+        ready: NDArray[np.int64],
+        source: NgramLookup | CarriedStates | None,
         layers: NativeDraftWeights | None,
         vocabulary: int,
     ) -> None:
-        """`layers`: weights of the draft layers, where `steps.source` is `CarriedStates`."""
-        rows, routes = steps.rows, sequences.cache.routes
+        """`rows` [N] of `Sequences`; `wanted` [N]: most drafts of each; `ready` [N]: drafts that draft layers
+        have already put behind the tokens; `source`: of further drafts, n-gram lookup or the states of
+        `layers`; None without drafts."""
+        self.num_steps = 0
+        """Steps that were computed; out."""
+        self.lengths = sequences.length[rows]
+        """[N] tokens of each session; in and out."""
+        self.ready = ready
+        """[N] in and out."""
+        self.drafted, self.accepted = np.zeros_like(rows), np.zeros_like(rows)
+        """[N] verified drafts, and accepted drafts among them; out."""
+        self._held: list[Any] = []
+        routes, stops, most_drafts = sequences.cache.routes, sequences.stops(rows), int(wanted.max())
         adapters = sequences.adapters_of(rows)
-        self._held: list[Any] = [columns]
         most_pages = int(sequences.num_pages[rows].max())
-        first_stops = np.cumsum([0, *map(len, steps.stops)])
-        stop_tokens = np.array([token for row in steps.stops for token in row], dtype=np.int64)
+        remaining = int((sequences.limit[rows] - self.lengths).max())
+        places = min(most_steps * (1 + most_drafts), remaining) + most_drafts
+        noise = uniforms(sequences.key[rows][:, None], self.lengths[:, None] + np.arange(places))
         self.native = DraftRun(
             count=len(rows),
-            steps=steps.most_steps,
-            positions=steps.most_positions,
-            most_drafts=int(steps.wanted.max()),
+            steps=most_steps,
+            positions=most_steps * len(rows),
+            most_drafts=most_drafts,
             max_tokens=sequences.max_tokens,
             lines=self._hold(rows),
             tokens=sequences.tokens.ctypes.data,
             logprobs=sequences.logprobs.ctypes.data,
-            lengths=steps.lengths.ctypes.data,
+            lengths=self.lengths.ctypes.data,
             limits=self._hold(sequences.limit[rows]),
             rooms=self._hold(sequences.num_pages[rows] * PAGE_TOKENS),
-            wanted=self._hold(steps.wanted),
-            ready=steps.ready.ctypes.data,
-            drafted=steps.drafted.ctypes.data,
-            stood=steps.accepted.ctypes.data,
-            first_stops=self._hold(first_stops),
-            stops=self._hold(stop_tokens),
-            noise=self._hold(steps.noise),
-            noise_places=steps.noise.shape[1],
-            temperatures=columns.temperatures.ctypes.data,
-            top_p=columns.top_p.ctypes.data,
-            min_p=columns.min_p.ctypes.data,
-            top_k=columns.top_k.ctypes.data,
+            wanted=self._hold(wanted),
+            ready=ready.ctypes.data,
+            drafted=self.drafted.ctypes.data,
+            stood=self.accepted.ctypes.data,
+            first_stops=self._hold(np.cumsum([0, *map(len, stops)])),
+            stops=self._hold(np.array([token for row in stops for token in row], dtype=np.int64)),
+            noise=self._hold(noise),
+            noise_places=places,
             tables=self._hold(sequences.tables[rows, :most_pages]),
             max_pages=most_pages,
             routes=routes.ctypes.data,
@@ -115,16 +88,17 @@ class NativeRun:
             route_bytes=routes.itemsize,
             vocabulary=vocabulary,
             adapters=None if adapters is None else self._hold(adapters),
+            **{name: self._hold(column) for name, column in sampling_columns(sequences.params(rows)).items()},
         )
-        if isinstance(steps.source, NgramLookup):
-            lookup = Lookup(steps.source.longest, steps.source.shortest)
+        if isinstance(source, NgramLookup):
+            lookup = Lookup(source.longest, source.shortest)
             self._held.append(lookup)
             self.native.lookup = address(lookup)
-        elif steps.source is not None:
-            self._add_layers(steps.source, layers)
+        elif source is not None:
+            assert layers is not None, "made with draft layers"
+            self._add_layers(source, layers)
 
-    def _add_layers(self, carried: CarriedStates, weights: NativeDraftWeights | None) -> None:
-        assert weights is not None, "made with draft layers"
+    def _add_layers(self, carried: CarriedStates, weights: NativeDraftWeights) -> None:
         layers = DraftLayers(
             model=address(weights.model),
             layers=address(weights.layers),

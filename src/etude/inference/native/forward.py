@@ -13,10 +13,11 @@ from torch import Tensor
 
 from etude.config import ModelConfig
 from etude.inference.cache import PagedCache, StepRows
-from etude.inference.native.drafting import Columns, DecodingSteps, NativeRun
+from etude.inference.native.drafting import DecodingRun, sampling_columns
 from etude.inference.native.structures import Draw, Step
 from etude.inference.native.weights import NativeAdapter, NativeDraftWeights, NativeWeights
 from etude.inference.sequences import Sequences
+from etude.inference.speculation import CarriedStates, NgramLookup
 from etude.model import DraftLayers, LanguageModel
 from etude.model.adapted_ops import Pair
 from etude.model.kernels.native import calls, load_library
@@ -105,20 +106,17 @@ class NativeForward:
         self._reserve_sampling(threads)
         tokens, logprobs = aligned((count,), torch.int64), aligned((count,))
         logits = aligned((count, self._model.vocab_size))
-        hidden, columns, noise = hidden.contiguous(), Columns.of(params), np.ascontiguousarray(draws)
+        hidden, columns, noise = hidden.contiguous(), sampling_columns(params), np.ascontiguousarray(draws)
         draw = Draw(
             rows=count,
             vocabulary=self._model.vocab_size,
             hidden=hidden.data_ptr(),
-            temperatures=columns.temperatures.ctypes.data,
-            top_p=columns.top_p.ctypes.data,
-            min_p=columns.min_p.ctypes.data,
-            top_k=columns.top_k.ctypes.data,
             draws=noise.ctypes.data,
             logits=logits.data_ptr(),
             tokens=tokens.data_ptr(),
             logprobs=logprobs.data_ptr(),
             raw_logprobs=None,
+            **{name: column.ctypes.data for name, column in columns.items()},
         )
         head = ctypes.byref(self._weights.head.native[0])
         self._library.etude_sample(
@@ -132,11 +130,19 @@ class NativeForward:
         work = num_rows * (self._weights.work_per_row + self._model.head.numel())
         return max(1, min(MAX_STEPS_AHEAD, WORK_AHEAD // work))
 
-    def decode(self, steps: DecodingSteps, sequences: Sequences, params: Sequence[SamplingParams]) -> int:
-        """Computes up to `steps.most_steps` steps, until a session ends or lacks a page; returns how many.
-        Tokens, log-probabilities and routes have the bits of single steps without drafts."""
-        columns, vocabulary = Columns.of(params), self._model.vocab_size
-        run = NativeRun(steps, sequences, columns, self._draft_weights, vocabulary)
+    def decode(
+        self,
+        sequences: Sequences,
+        members: NDArray[np.int64],
+        most_steps: int,
+        wanted: NDArray[np.int64],
+        ready: NDArray[np.int64],
+        source: NgramLookup | CarriedStates | None,
+    ) -> DecodingRun:
+        """Computes up to `most_steps` steps of the rows `members`, until a session ends or lacks a page:
+        see DecodingRun. Tokens, log-probabilities and routes have the bits of single steps without drafts."""
+        layers, vocabulary = self._draft_weights, self._model.vocab_size
+        run = DecodingRun(sequences, members, most_steps, wanted, ready, source, layers, vocabulary)
         rows = self._library.etude_drafting_rows(ctypes.byref(run.native))
         threads = self._threads_for(rows * (self._weights.work_per_row + self._model.head.numel()))
         self._reserve(rows, threads, self._weights)
@@ -148,7 +154,7 @@ class NativeForward:
         )
         if len(self._workspace) < needed:
             self._workspace = aligned((needed,), torch.uint8)
-        return self._library.etude_draft_run(
+        run.num_steps = self._library.etude_draft_run(
             ctypes.byref(self._weights.model),
             self._weights.layers,
             ctypes.byref(self._weights.head.native[0]),
@@ -158,6 +164,7 @@ class NativeForward:
             pointer(self._scratch),
             pointer(self._sample_scratch),
         )
+        return run
 
     def logits(self, hidden: Tensor) -> Tensor:
         """See ForwardPass: the same bits that `sample` draws from."""

@@ -7,6 +7,7 @@ as soon as the replica serves another pool, the run wants fewer, or its lease ha
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated
@@ -69,23 +70,22 @@ class LoanBook:
         """Runs, by name."""
         self.loans: dict[str, ReplicaLoan] = {}
         """Loans, by replica."""
-        self._last_check_in_s: dict[str, float] = {}
-        """Time of each run's last check-in."""
+        self._lease_ends_s: dict[str, float] = {}
+        """By run."""
         self._retry_at_s: dict[str, float] = {}
 
     def check_in(self, name: str, borrower: Borrower, now_s: float) -> None:
         """Adds a run or renews its lease, and sets what it wants."""
-        self.borrowers[name], self._last_check_in_s[name] = borrower, now_s
+        self.borrowers[name], self._lease_ends_s[name] = borrower, now_s + borrower.lease_s
 
     def check_out(self, name: str) -> bool:
         """Removes a run, whose loans are then due to end; False if it is not known."""
-        self._last_check_in_s.pop(name, None)
+        self._lease_ends_s.pop(name, None)
         return self.borrowers.pop(name, None) is not None
 
     def expire(self, now_s: float) -> list[str]:
         """Removes the runs whose leases have expired; returns their names."""
-        checked_in = self._last_check_in_s
-        lost = [name for name, run in self.borrowers.items() if checked_in[name] + run.lease_s < now_s]
+        lost = [name for name, end_s in self._lease_ends_s.items() if end_s < now_s]
         for name in lost:
             self.check_out(name)
         return lost
@@ -105,7 +105,7 @@ class LoanBook:
 
     def end_due(self, replicas: Mapping[str, Replica]) -> list[ReplicaLoan]:
         """Marks the granted loans that must end now as ending, and returns them."""
-        kept: dict[str, int] = {}
+        kept = Counter[str]()
         found: list[ReplicaLoan] = []
         for loan in self.loans.values():
             if loan.is_ending:
@@ -113,13 +113,12 @@ class LoanBook:
             borrower, replica = self.borrowers.get(loan.borrower), replicas.get(loan.replica)
             if borrower is not None and replica is not None and replica.pool == borrower.pool:
                 is_used = loan.replica not in borrower.refused and loan.id not in borrower.over
-                if is_used and kept.get(loan.borrower, 0) < borrower.wanted:
-                    kept[loan.borrower] = kept.get(loan.borrower, 0) + 1
+                if is_used and kept[loan.borrower] < borrower.wanted:
+                    kept[loan.borrower] += 1
                     continue
             if loan.is_granted:
+                loan.is_ending = True
                 found.append(loan)
-        for loan in found:
-            loan.is_ending = True
         return found
 
     def begin_due(self, replicas: Mapping[str, Replica], now_s: float) -> list[ReplicaLoan]:

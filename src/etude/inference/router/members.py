@@ -11,7 +11,6 @@ No I/O here: the code that probes (`server/health.py`) or sends requests reports
 from __future__ import annotations
 
 from etude.config.routing import HealthCheckConfig
-from etude.errors import ConfigError
 from etude.inference.router.policy import Router
 from etude.inference.router.types import Replica, ReplicaState
 from etude.kit.retry import Backoff
@@ -30,8 +29,6 @@ class Members:
 
         Raises ConfigError for a name that is in use.
         """
-        if name in self.router.replicas:
-            raise ConfigError("already exists", field="replica", received=name, fix="remove it first")
         self.router.join(name, pool, version, ready=version is not None)
 
     def drain(self, name: str) -> bool:
@@ -39,7 +36,7 @@ class Members:
         replica = self.router.replicas.get(name)
         if replica is None:
             return False
-        replica.state, replica.ready = ReplicaState.DRAINING, False
+        replica.state = ReplicaState.DRAINING
         return True
 
     def remove_drained(self) -> list[str]:
@@ -63,13 +60,12 @@ class Members:
         replica.next_probe_s = now_s + self.config.interval_s
         replica.failures = 0
         replica.version = version or replica.version
-        replica.ready = version is not None
-        replica.state = ReplicaState.READY if replica.ready else ReplicaState.JOINING
+        replica.state = ReplicaState.READY if version is not None else ReplicaState.JOINING
 
     def record_success(self, name: str) -> None:
         """Records a completely answered request, which resets the failure counts."""
         replica = self.router.replicas.get(name)
-        if replica is not None and replica.state is ReplicaState.READY:
+        if replica is not None and replica.ready:
             replica.failures = replica.ejections = 0
 
     def record_failure(self, name: str, now_s: float, cause: str, *, fatal: bool = False) -> None:
@@ -88,7 +84,7 @@ class Members:
             return
         else:
             self.ejections += 1
-        replica.state, replica.ready = ReplicaState.EJECTED, False
+        replica.state = ReplicaState.EJECTED
         replica.ejections += 1
         wait_s = Backoff(self.config.backoff_s, self.config.most_backoff_s).pause_s(replica.ejections)
         replica.next_probe_s = now_s + wait_s

@@ -17,14 +17,17 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
+import numpy as np
 import xxhash
 
+from etude.errors import ConfigError
 from etude.inference.router.types import NoReplicaError, Replica, ReplicaState, RouteRequest, RoutingConfig
 
 _Load = Callable[[Replica], float]
 _MOST_SLOWNESS = 8.0
 _RANGE = float(1 << 64)
 """Range of the 64-bit hash."""
+_NUM_AGES = 24
 _WEIGHT_AT_MOST = 512.0
 """Cap of a mean's weight in samples, so that it follows a changing load."""
 
@@ -85,11 +88,12 @@ class Router:
     # ---- replicas -------------------------------------------------------------------------------
 
     def join(self, name: str, pool: str = "serve", version: str | None = None, *, ready: bool = True) -> None:
-        """Adds a replica that may get requests from now on. Raises ValueError for a name that is in use."""
+        """Adds a replica, which may get requests from now on if `ready`. Raises ConfigError for a name that
+        is in use."""
         if name in self.replicas:
-            raise ValueError(f"Router.join: {name!r} is there already")
+            raise ConfigError("already exists", field="replica", received=name, fix="remove it first")
         state = ReplicaState.READY if ready else ReplicaState.JOINING
-        self.replicas[name] = Replica(name, pool, pool, version, ready=ready, state=state)
+        self.replicas[name] = Replica(name, pool, pool, version, state=state)
 
     def remove(self, name: str) -> None:
         """Removes a replica. Its requests in flight are still to be ended one by one; its sessions move."""
@@ -309,16 +313,8 @@ def choose_arm(key: str, shares: Mapping[str, float]) -> str | None:
     return min(drawn, key=lambda arm: (drawn[arm], arm), default=None)
 
 
-@dataclass(slots=True)
-class _Bucket:
-    """Statistics of the samples that reached one age."""
-
-    mean_rest: float
-    weight: float
-
-
 class ResidualMean:
-    """Mean residual life by age, learned from finished lengths. Ages double from bucket to bucket.
+    """Mean residual life by age, learned from finished lengths at ages of which each is double the last.
 
     The longer an agent's session (or an answer) has run, the longer it will probably continue: with lognormal
     or Pareto lengths the expected remaining length *grows* with the age. So the remaining length is predicted
@@ -328,26 +324,22 @@ class ResidualMean:
     residual life under a Pareto tail of exponent 2).
     """
 
-    def __init__(self, prior: float, first_age: float = 1.0, num_buckets: int = 24) -> None:
+    def __init__(self, prior: float, first_age: float = 1.0) -> None:
         """`prior`: expected mean length before any sample; it has the weight of four samples."""
-        assert prior > 0.0 and first_age > 0.0 and num_buckets > 0, "all must be positive"
-        self._ages = [0.0, *(first_age * 2.0**n for n in range(num_buckets - 1))]
-        self._buckets = [_Bucket(max(prior, age), 4.0) for age in self._ages]
+        assert prior > 0.0 and first_age > 0.0, "both must be positive"
+        self._ages = np.array([0.0, *(first_age * 2.0**n for n in range(_NUM_AGES - 1))])
+        self._means = np.maximum(prior, self._ages)
+        """Mean rest of the samples that reached each age."""
+        self._weights = np.full(_NUM_AGES, 4.0)
+        """Number of these samples, capped."""
 
     def observe(self, length: float) -> None:
-        """Adds one finished length to the buckets of all ages that it reached."""
-        for age, bucket in zip(self._ages, self._buckets, strict=True):
-            if age > length:
-                break
-            bucket.weight = min(bucket.weight + 1.0, _WEIGHT_AT_MOST)
-            bucket.mean_rest += (length - age - bucket.mean_rest) / bucket.weight
+        """Adds one finished length at all ages that it reached."""
+        reached = slice(int(np.searchsorted(self._ages, length, side="right")))
+        self._weights[reached] = np.minimum(self._weights[reached] + 1.0, _WEIGHT_AT_MOST)
+        rests = length - self._ages[reached]
+        self._means[reached] += (rests - self._means[reached]) / self._weights[reached]
 
     def predict(self, age: float) -> float:
-        """Expected remaining length at this age, interpolated between buckets; never negative."""
-        upper = next((n for n, start in enumerate(self._ages) if start > age), None)
-        if upper is None:
-            return max(self._buckets[-1].mean_rest, 0.0)
-        low, high = self._ages[upper - 1], self._ages[upper]
-        share = (age - low) / (high - low)
-        before, after = self._buckets[upper - 1].mean_rest, self._buckets[upper].mean_rest
-        return max((1.0 - share) * before + share * after, 0.0)
+        """Expected remaining length at this age, interpolated between ages; never negative."""
+        return max(float(np.interp(age, self._ages, self._means)), 0.0)

@@ -61,7 +61,7 @@ class ReplicaState(StrEnum):
     """Health state of a replica."""
 
     JOINING = "joining"
-    """Has not answered a probe yet, or serves no named version."""
+    """Has not answered a probe yet, serves no named version, or is lent to a run."""
     READY = "ready"
     EJECTED = "ejected"
     DRAINING = "draining"
@@ -81,8 +81,6 @@ class Replica:
     """Name of the policy version that it serves; None until known."""
     by_hand: bool = False
     """Whether its pool was set by an administrator: no lending rule moves it."""
-    ready: bool = True
-    """Whether it gets new requests. False: ejected, draining, lent to a run, or without a version."""
     running: int = 0
     """Requests in flight."""
     work: int = 0
@@ -92,7 +90,7 @@ class Replica:
     sessions: set[str] = field(default_factory=set)
     rate: float | None = None
     """Moving average of tokens per second of an answer; None before the first."""
-    state: ReplicaState = ReplicaState.JOINING
+    state: ReplicaState = ReplicaState.READY
     failures: int = 0
     """Consecutive failures."""
     ejections: int = 0
@@ -100,6 +98,11 @@ class Replica:
     next_probe_s: float = 0.0
     cause: str = ""
     """Cause of the last failure."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether it gets new requests."""
+        return self.state is ReplicaState.READY
 
     def record_rate(self, tokens: int, elapsed_s: float) -> None:
         """Adds one answer to `rate`, unless no time has passed on the clock."""

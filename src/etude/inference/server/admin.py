@@ -52,7 +52,9 @@ async def _update(request: Request, staging: bool, activating: bool) -> Response
     body = await body_of(request)
     for name in body.keys() - _BODY_FIELDS:
         raise unsupported(f"body.{name}", body[name], "there is no such field")
-    kv = kv_policy(body.get("kv", "keep"))
+    kv: KvPolicy = body.get("kv", "keep")
+    if kv not in get_args(KvPolicy):
+        raise wrong("kv", kv, " or ".join(get_args(KvPolicy)))
     try:
         if staging:
             manifest = manifest_of(body.get("manifest"))
@@ -68,14 +70,6 @@ async def _update(request: Request, staging: bool, activating: bool) -> Response
             error.message, field=error.field, received=error.received, fix=error.fix
         ) from error
     return JSONResponse({"version": shown(state.sink.current()), "staged": shown(version)})
-
-
-def kv_policy(value: object) -> KvPolicy:
-    """Parses the policy for running requests' keys and values. Raises BadRequestError."""
-    for policy in get_args(KvPolicy):
-        if value == policy:
-            return policy
-    raise wrong("kv", value, " or ".join(get_args(KvPolicy)))
 
 
 def shown(version: PolicyVersion | None) -> dict[str, Any] | None:

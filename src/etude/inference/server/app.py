@@ -17,7 +17,7 @@ from starlette.requests import HTTPConnection
 
 from etude.inference.server import admin, loan_routes, routes
 from etude.inference.server.errors import ERRORS
-from etude.inference.server.requests import state_of
+from etude.inference.server.requests import count_answer, state_of
 from etude.inference.server.state import ServerState
 from etude.serving.application import build_application
 from etude.serving.listening import check_host
@@ -34,8 +34,7 @@ def build_app(state: ServerState) -> FastAPI:
     def on_error(connection: HTTPConnection, error: Exception, status: int) -> None:
         if status >= 500:
             state.metrics.count("etude_serve_engine_failures")
-        (endpoint,) = getattr(connection.scope.get("route"), "tags", None) or ["other"]
-        state.metrics.count("etude_serve_requests", endpoint=endpoint, status=str(status))
+        count_answer(connection, status)
 
     app = build_application(
         "Étude",

@@ -20,7 +20,7 @@ from etude.errors import EtudeError
 from etude.inference import wire
 from etude.inference.server.errors import ForbiddenError, LoanOverError
 from etude.inference.server.loans import LoanDesk
-from etude.inference.server.requests import body_of, check_admin, data_of, state_of
+from etude.inference.server.requests import body_of, check_admin, count_answer, data_of, state_of
 from etude.records import PolicyVersion, WeightManifest
 from etude.serving.access import bearer_of
 from etude.serving.application import Binary
@@ -94,7 +94,7 @@ async def call(request: Request, method: str) -> Response:
     except LoanOverError:
         raise
     except EtudeError as error:
-        state_of(request).metrics.count("etude_serve_requests", endpoint="loan", status=str(_FAILED))
+        count_answer(request, _FAILED)
         return JSONResponse({"error": wire.error_row(error)}, _FAILED)
 
 

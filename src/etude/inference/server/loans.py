@@ -13,6 +13,7 @@ lease: it ends unless it is renewed, so a run or router that dies keeps no repli
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import secrets
 import time
@@ -65,7 +66,7 @@ class Loan:
 
     borrower: str
     lease_s: float
-    renewed_s: float
+    renewed_s: float = field(default_factory=time.monotonic)
     id: str = field(default_factory=lambda: secrets.token_hex(6))
     token: str = field(default_factory=lambda: secrets.token_urlsafe(32))
     """Bearer token of this loan's routes."""
@@ -96,7 +97,6 @@ class LoanDesk:
         home: WeightManifest,
         about: Mapping[str, Any],
         open_store: Callable[[str], Fetch] = fetch_from_store,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`home`: of the weights in service. `about`: facts about the engine for borrowers. `open_store`:
         opens the store that a borrower names."""
@@ -109,15 +109,11 @@ class LoanDesk:
         """Duration of the last return, from the recall until the users' weights served again."""
         self._engine, self._about = engine, about
         self._open_store = open_store
-        self._clock = clock
         self._last_loan: Loan | None = None
         self._watching: asyncio.Task[None] | None = None
         self._returning: asyncio.Task[None] | None = None
-        self._wait_until_idle: Callable[[], Awaitable[None]] | None = None
-
-    def watch_users(self, wait_until_idle: Callable[[], Awaitable[None]]) -> None:
-        """`wait_until_idle`: waits for users' answers in progress."""
-        self._wait_until_idle = wait_until_idle
+        self.wait_until_idle: Callable[[], Awaitable[None]] = functools.partial(asyncio.sleep, 0)
+        """Waits for users' answers in progress; set by the server."""
 
     def check_home(self) -> None:
         """Raises UnavailableError while the replica is not at home."""
@@ -138,7 +134,7 @@ class LoanDesk:
                 "the replica is lent already", field="state", received=self.loan.borrower, fix="recall it"
             )
         await self.home.begin_loan()
-        self.loan = Loan(borrower, lease_s, self._clock())
+        self.loan = Loan(borrower, lease_s)
         self.state = LoanState.LENT
         self._watching = asyncio.create_task(self._watch(self.loan))
         return self.loan
@@ -152,12 +148,12 @@ class LoanDesk:
             await asyncio.shield(self._returning)
 
     async def _watch(self, loan: Loan) -> None:
-        while (left_s := loan.renewed_s + loan.lease_s - self._clock()) > 0:  # noqa: ASYNC110 (a clock's time)
+        while (left_s := loan.renewed_s + loan.lease_s - time.monotonic()) > 0:  # noqa: ASYNC110 (a clock's time)
             await asyncio.sleep(left_s)
         await self.recall(f"{loan.borrower} sent nothing for {loan.lease_s:g} s")
 
     async def _return(self, loan: Loan) -> None:
-        began_s = self._clock()
+        began_s = time.monotonic()
         self.state = LoanState.RETURNING
         loan.closing.set()
         ends = (exchange.end(_ABORT_S) for exchange in loan.exchanges.values())
@@ -170,7 +166,7 @@ class LoanDesk:
         loan.fetch = None  # it holds two versions of the run's weights
         self._last_loan, self.loan, self._returning = loan, None, None
         self.state = LoanState.HOME
-        self.last_return_s = self._clock() - began_s
+        self.last_return_s = time.monotonic() - began_s
         if self._watching is not None:
             self._watching.cancel()
 
@@ -207,7 +203,7 @@ class LoanDesk:
         """Renews the lease; returns the engine's usage counters. Raises LoanOverError."""
         if loan.ended.is_set():
             self._check_open(loan)
-        loan.renewed_s = self._clock()
+        loan.renewed_s = time.monotonic()
         return self._engine.usage()
 
     async def begin(self, loan: Loan, store: str) -> dict[str, Any]:
@@ -217,7 +213,7 @@ class LoanDesk:
         Raises LoanOverError, StoreError.
         """
         self._check_open(loan)
-        loan.renewed_s = self._clock()
+        loan.renewed_s = time.monotonic()
         if loan.fetch is None or loan.store != store:
             loan.fetch, loan.store = self._open_store(store), store
         exchanges, loan.exchanges = loan.exchanges, {}
@@ -239,8 +235,7 @@ class LoanDesk:
     async def activate(self, loan: Loan, version: PolicyVersion, kv: KvPolicy) -> Mapping[str, float]:
         """Activates the run's weights once no user's answer is in progress; returns usage counters as
         `pulse`. Raises LoanOverError, WeightUpdateError."""
-        if self._wait_until_idle is not None:
-            await self._unless_over(loan, self._wait_until_idle())
+        await self._unless_over(loan, self.wait_until_idle())
         async with self.home.swap_lock:
             self._check_open(loan)
             loan.has_swapped = True

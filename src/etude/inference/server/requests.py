@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from fastapi import Request
+from starlette.requests import HTTPConnection
 
 from etude.inference.headers import EXTENSIONS_HEADER, SESSION_HEADER, VERSION_HEADER
 from etude.inference.server.errors import ForbiddenError, RefusedKeyError
@@ -22,6 +23,13 @@ T = TypeVar("T")
 def state_of(request: Request) -> ServerState:
     """The state of the server."""
     return request.app.state.serving
+
+
+def count_answer(connection: HTTPConnection, status: int) -> None:
+    """Counts an answer, by the tag of its route."""
+    (endpoint,) = getattr(connection.scope.get("route"), "tags", None) or ["other"]
+    state: ServerState = connection.app.state.serving
+    state.metrics.count("etude_serve_requests", endpoint=endpoint, status=str(status))
 
 
 def key_of(request: Request) -> Key:

@@ -17,6 +17,7 @@ from etude.inference.server.errors import ERRORS, NoSuchModelError
 from etude.inference.server.limits import Key
 from etude.inference.server.requests import (
     check_session_name,
+    count_answer,
     key_of,
     pin_of,
     state_of,
@@ -56,7 +57,7 @@ def _add_dialect(dialect: Dialect) -> None:
         def build(body: Mapping[str, Any], key: Key) -> ServedAnswer:
             return answer_chat(dialect, dialect.read(body), state.model, state.frames, key.name)
 
-        return await _answer(request, dialect.name, build)
+        return await _answer(request, build)
 
     router.add_api_route(
         dialect.path,
@@ -81,10 +82,10 @@ async def completions(request: Request) -> Response:
     def build(body: Mapping[str, Any], key: Key) -> ServedAnswer:
         return answer_completion(read_completion(body, model), model)
 
-    return await _answer(request, "completions", build)
+    return await _answer(request, build)
 
 
-async def _answer(request: Request, endpoint: str, build: Build) -> Response:
+async def _answer(request: Request, build: Build) -> Response:
     state = state_of(request)
     key = key_of(request)
     state.version()
@@ -96,12 +97,12 @@ async def _answer(request: Request, endpoint: str, build: Build) -> Response:
         return build(body, key)
 
     answer = await with_body(request, checked)
-    return await _respond(request, state.begin_request(answer, key, options), endpoint)
+    return await _respond(request, state.begin_request(answer, key, options))
 
 
-async def _respond(request: Request, live: LiveRequest, endpoint: str) -> Response:
+async def _respond(request: Request, live: LiveRequest) -> Response:
     """The response to a request that has begun. Raises what the sampler raises before the first event."""
-    metrics, writer = live.state.metrics, live.answer.writer
+    writer = live.answer.writer
     headers: dict[str, str] = {}
     if live.options.with_tokens:
         headers[SIDE_CHANNEL_HEADER] = f"{SIDE_CHANNEL_PATH}/{writer.id}"
@@ -109,14 +110,14 @@ async def _respond(request: Request, live: LiveRequest, endpoint: str) -> Respon
     def describe(error: Exception) -> ErrorAnswer:
         """Status, document and headers of an error; unexpected exceptions are logged."""
         if not isinstance(error, UserError):
-            metrics.count("etude_serve_engine_failures")
+            live.state.metrics.count("etude_serve_engine_failures")
         if not isinstance(error, EtudeError):
             _log.error("a request failed", exc_info=error)
         return respell_error(request.url.path, error, ERRORS.describe(error))
 
     def ended(status: int) -> None:
         live.finish()
-        metrics.count("etude_serve_requests", endpoint=endpoint, status=str(status))
+        count_answer(request, status)
 
     events = live.events()
     if writer.request.stream:
@@ -132,7 +133,7 @@ async def _respond(request: Request, live: LiveRequest, endpoint: str) -> Respon
 @router.post("/v1/messages/count_tokens", tags=["count_tokens"], openapi_extra=JSON_BODY)
 async def count_tokens(request: Request) -> Response:
     """Number of prompt tokens of these messages, in Anthropic's format."""
-    return await _plain(request, "count_tokens", _count_tokens)
+    return await _plain(request, _count_tokens)
 
 
 def _count_tokens(state: ServerState, body: Mapping[str, Any], key_name: str) -> dict[str, Any]:
@@ -142,19 +143,19 @@ def _count_tokens(state: ServerState, body: Mapping[str, Any], key_name: str) ->
 
 
 async def _plain(
-    request: Request, endpoint: str, work: Callable[[ServerState, Mapping[str, Any], str], dict[str, Any]]
+    request: Request, work: Callable[[ServerState, Mapping[str, Any], str], dict[str, Any]]
 ) -> Response:
     """Answers a request that does not sample. `work` gets the body and the key's name, for its histories."""
     state, key = state_of(request), key_of(request)
     document = await with_body(request, lambda body: work(state, body, key.name))
-    state.metrics.count("etude_serve_requests", endpoint=endpoint, status="200")
+    count_answer(request, 200)
     return JSONResponse(document)
 
 
 @router.post("/tokenize", tags=["tokenize"], openapi_extra=JSON_BODY)
 async def tokenize(request: Request) -> Response:
     """Token ids of a text, or of a conversation as a chat completion would send it."""
-    return await _plain(request, "tokenize", _tokenize)
+    return await _plain(request, _tokenize)
 
 
 def _tokenize(state: ServerState, body: Mapping[str, Any], key_name: str) -> dict[str, Any]:
@@ -190,7 +191,7 @@ def _check_length(num_characters: int, field: str) -> None:
 @router.post("/detokenize", tags=["detokenize"], openapi_extra=JSON_BODY)
 async def detokenize(request: Request) -> Response:
     """The text of token ids, control tokens by their names."""
-    return await _plain(request, "detokenize", _detokenize)
+    return await _plain(request, _detokenize)
 
 
 def _detokenize(state: ServerState, body: Mapping[str, Any], _key_name: str) -> dict[str, Any]:
@@ -205,7 +206,7 @@ async def models(request: Request) -> Response:
     """The one model that is served."""
     state = state_of(request)
     key_of(request)
-    state.metrics.count("etude_serve_requests", endpoint="models", status="200")
+    count_answer(request, 200)
     return JSONResponse({"object": "list", "data": [_model_row(state)]})
 
 
@@ -215,7 +216,7 @@ async def model(request: Request, name: str) -> Response:
     state = state_of(request)
     key_of(request)
     check_model({"model": name}, state.model)
-    state.metrics.count("etude_serve_requests", endpoint="models", status="200")
+    count_answer(request, 200)
     return JSONResponse(_model_row(state))
 
 
@@ -231,5 +232,5 @@ async def side_channel(request: Request, answer_id: str) -> Response:
     """The tokens of an answer as a binary message."""
     state = state_of(request)
     body = state.channel.get(answer_id, key_of(request).name)
-    state.metrics.count("etude_serve_requests", endpoint="side_channel", status="200")
+    count_answer(request, 200)
     return Binary(body)

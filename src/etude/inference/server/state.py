@@ -18,19 +18,19 @@ from etude.inference.server.side_channel import SideChannel, choice_tokens, enco
 from etude.kit.tasks import end_tasks
 from etude.protocols import Sampler, WeightSink
 from etude.records import PolicyVersion
-from etude.serving.metrics import Metrics
+from etude.serving.metrics import LATENCY_S, Metrics
 from etude.tokens.chat.answers import Ended, Event, Sampled
 from etude.tokens.chat.histories import ChatFrames
 
-LATENCY_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+_REQUEST_S = (*LATENCY_S, 300.0)
 """Histogram buckets (upper bounds) for request latencies."""
-STEP_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+_STEP_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 """Histogram buckets (upper bounds) for inter-token times."""
 
 _HISTOGRAMS: Mapping[str, tuple[tuple[float, ...], str]] = {
-    "etude_serve_time_to_first_token_seconds": (LATENCY_S, "From the request's arrival to its first token."),
-    "etude_serve_inter_token_seconds": (STEP_S, "From token to token of one answer."),
-    "etude_serve_request_seconds": (LATENCY_S, "From the request's arrival to the end of its answer."),
+    "etude_serve_time_to_first_token_seconds": (_REQUEST_S, "From the request's arrival to its first token."),
+    "etude_serve_inter_token_seconds": (_STEP_S, "From token to token of one answer."),
+    "etude_serve_request_seconds": (_REQUEST_S, "From the request's arrival to the end of its answer."),
 }
 _COUNTERS: Mapping[str, str] = {
     "etude_serve_requests": "Requests that were answered, by endpoint and status.",
@@ -113,7 +113,7 @@ class ServerState:
         self.draining = False
         self.live: set[LiveRequest] = set()
         if loans is not None:
-            loans.watch_users(self.wait_until_idle)
+            loans.wait_until_idle = self.wait_until_idle
 
     def version(self) -> PolicyVersion:
         """The version in service. Raises UnavailableError if requests cannot be answered now."""

@@ -45,9 +45,9 @@ class Tokens:
 
     def __getitem__(self, part: slice) -> Tokens:
         """A slice of the tokens."""
-        top = (self.top_tokens, self.top_logprobs)
-        cut = [None if values is None else values[part] for values in top]
-        return Tokens(self.tokens[part], self.logprobs[part], cast(Any, cut[0]), cast(Any, cut[1]))
+        columns = (self.tokens, self.logprobs, self.top_tokens, self.top_logprobs)
+        cut: list[Any] = [None if values is None else values[part] for values in columns]
+        return Tokens(*cut)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -78,11 +78,9 @@ def _server(config: VllmConfig, arguments: list[str], *, on_gpu: bool, has_route
     key = Path(config.key_file).read_text(encoding="utf-8").strip() if config.key_file else ""
     if config.url:
         return ExternalServer(config.url, key, config.start_timeout_s)
-    given = dict(setting.split("=", 1) for setting in config.environment)
-    if on_gpu:
-        routes = ["--enable-return-routed-experts"] if has_routes else []
-        return ManagedServer(Path(config.python), [*routes, *arguments], given, config.start_timeout_s)
-    environment = {**CPU_ENVIRONMENT, **given}
-    return ManagedServer(
-        Path(config.python), [*CPU_ARGUMENTS, *arguments], environment, config.start_timeout_s
-    )
+    environment = dict(setting.split("=", 1) for setting in config.environment)
+    if not on_gpu:
+        arguments, environment = [*CPU_ARGUMENTS, *arguments], {**CPU_ENVIRONMENT, **environment}
+    elif has_routes:
+        arguments = ["--enable-return-routed-experts", *arguments]
+    return ManagedServer(Path(config.python), arguments, environment, config.start_timeout_s)

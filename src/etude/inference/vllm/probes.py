@@ -75,10 +75,11 @@ def check_probe(
         )
     distance = np.abs(observed[1:] - expected.logprobs[1:])
     mean, largest = float(distance.mean()), float(distance.max())
-    before = None
+    is_stale = False
     if previous is not None and np.array_equal(previous.tokens, expected.tokens):
         before = float(np.abs(observed[1:] - previous.logprobs[1:]).mean())
-    is_stale = before is not None and before < mean and _moved(expected, previous) > bound / 10
+        moved = float(np.abs(expected.logprobs[1:] - previous.logprobs[1:]).mean())
+        is_stale = before < mean and moved > bound / 10
     if mean > bound or largest > bound * _LARGEST_FACTOR or is_stale:
         raise WeightUpdateError(
             "vLLM's log-probabilities do not match these weights",
@@ -87,10 +88,3 @@ def check_probe(
             + ("; closer to the previous version" if is_stale else ""),
             fix=f"the limits are {bound:g} and {bound * _LARGEST_FACTOR:g}",
         )
-
-
-def _moved(expected: Probe, previous: Probe | None) -> float:
-    """Mean distance between the probes of the two versions."""
-    if previous is None:
-        return 0.0
-    return float(np.abs(expected.logprobs[1:] - previous.logprobs[1:]).mean())

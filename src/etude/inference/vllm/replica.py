@@ -82,7 +82,8 @@ class Replica:
         self._serving = asyncio.Event()
         self._settled = asyncio.Event()
         self._settled.set()
-        self._failure: EtudeError | None = None
+        self.failure: EtudeError | None = None
+        """The error that has permanently stopped the replica, if any."""
         self.requests: set[str] = set()
         """Ids of the requests in flight, whose progress is queried at each weight swap."""
         self.history = History()
@@ -99,11 +100,6 @@ class Replica:
         is_up = self._client is not None and self._serving.is_set()
         return self._served.version if is_up and self._served is not None else None
 
-    @property
-    def failure(self) -> EtudeError | None:
-        """The error that has permanently stopped the replica, if any."""
-        return self._failure
-
     async def stage(self, manifest: WeightManifest) -> None:
         """See WeightSink.stage: checks every byte, and starts the server if needed. If cancelled, it still
         runs to its end: half an update would be worse than a late one.
@@ -118,7 +114,7 @@ class Replica:
 
     async def close(self) -> None:
         """Stops the server and everything that belongs to it."""
-        self._failure = self._failure or SamplerError("vLLM was stopped")
+        self.failure = self.failure or SamplerError("vLLM was stopped")
         watcher = self._watcher
         if watcher is not None:
             watcher.cancel()
@@ -127,7 +123,6 @@ class Replica:
         try:
             await self._shut_down("vLLM was stopped")
             await self._server.stop()
-            self._serving.set()  # wakes waiting callers, who then find the failure
         finally:
             if self._fetched is not None:
                 self._fetched.close()
@@ -137,8 +132,8 @@ class Replica:
     async def client(self) -> VllmClient:
         """The client, once a version is served. Raises SamplerError if none will be."""
         while self._client is None or not self._serving.is_set():
-            if self._failure is not None:
-                raise SamplerError("vLLM is down", received=str(self._failure)) from self._failure
+            if self.failure is not None:
+                raise SamplerError("vLLM is down", received=str(self.failure)) from self.failure
             if self._served is None:
                 raise SamplerError("no weights yet", field="version", fix="stage and activate a version")
             await self._serving.wait()
@@ -168,7 +163,7 @@ class Replica:
             snapshot = await asyncio.to_thread(open_it, manifest)
             if self._served is not None:
                 check_same_shapes(self._served.manifest, snapshot.manifest)
-            if self._client is None and self._failure is None:
+            if self._client is None and self.failure is None:
                 await self._start_first(snapshot)
             self._staged = snapshot
 
@@ -191,7 +186,7 @@ class Replica:
     async def _try_activate(self, staged: Snapshot, kv: KvPolicy) -> EtudeError | None:
         """One attempt to activate; returns the error, if any, after rolling back to the old version."""
         if self._client is None:
-            return WeightUpdateError("vLLM is down", field="vllm", received=str(self._failure))
+            return WeightUpdateError("vLLM is down", field="vllm", received=str(self.failure))
         activation = self.history.create(staged.version, kv)
         try:
             if self._loaded is not staged or self._served is not None:
@@ -201,7 +196,7 @@ class Replica:
             await self._verify(self._client, staged, activation)
         except EtudeError as error:
             self.history.refuse_pending()
-            with contextlib.suppress(EtudeError):  # kept in _failure
+            with contextlib.suppress(EtudeError):  # kept in `failure`
                 await self._roll_back(f"the update failed: {error}")
             return error
         self._put_into_service(staged, activation)
@@ -304,7 +299,7 @@ class Replica:
             self.abilities = await prepare_workers(client, capture_routes=self._capture)
             if not self._server.loads_at_start:
                 await self._load(client, snapshot, recomputing=True)
-            if self._failure is not None:
+            if self.failure is not None:
                 raise SamplerError("vLLM was stopped while it started")
         except BaseException:
             await client.close()
@@ -316,7 +311,7 @@ class Replica:
     async def _roll_back(self, reason: str) -> None:
         """After a refused update: restarts the server with the version served before."""
         await self._shut_down(reason)
-        if self._served is not None and self._failure is None:  # else it was closed meanwhile
+        if self._served is not None and self.failure is None:  # else it was closed meanwhile
             await self._restart(self._served, reason)
 
     async def _shut_down(self, reason: str) -> None:
@@ -327,15 +322,17 @@ class Replica:
         self._settled.set()
         client, self._client, self._loaded = self._client, None, None
         if client is not None:
-            _LOG.log(logging.INFO if self._failure else logging.WARNING, "stopping vLLM: %s", reason)
+            _LOG.log(logging.INFO if self.failure else logging.WARNING, "stopping vLLM: %s", reason)
             await client.close()
         self.history.refuse_pending()
+        if self.failure is not None:
+            self._serving.set()  # wakes waiting callers, who then find the failure
 
     async def _restart(self, snapshot: Snapshot, reason: str) -> None:
         """Restarts the server. After too many failures raises the last one; the replica is then stopped."""
         failure: EtudeError = SamplerError("vLLM went down", received=reason)
         for _ in range(self._most_restarts):
-            if self._failure is not None:  # it was closed meanwhile
+            if self.failure is not None:  # it was closed meanwhile
                 break
             self.restarts += 1
             try:
@@ -349,8 +346,8 @@ class Replica:
             except EtudeError as error:
                 await self._shut_down(str(error))
                 failure = error
-        self._failure = self._failure or failure
-        self._serving.set()  # wakes waiting callers, who then find the failure
+        self.failure = self.failure or failure
+        self._serving.set()
         raise failure
 
     async def _watch(self) -> None:
@@ -358,9 +355,8 @@ class Replica:
             await self._restart_when_ended()
         except Exception as error:  # any exception: callers must not wait forever
             failure = SamplerError("vLLM cannot be monitored", received=repr(error))
-            self._failure = self._failure or failure
+            self.failure = self.failure or failure
             await self._shut_down(str(failure))
-            self._serving.set()  # wakes waiting callers, who then find the failure
 
     async def _restart_when_ended(self) -> None:
         """Restarts the server after it has ended by itself."""
@@ -375,5 +371,5 @@ class Replica:
                 return
             await self._shut_down(reason)
             if self._served is not None:
-                with contextlib.suppress(EtudeError):  # kept in _failure
+                with contextlib.suppress(EtudeError):  # kept in `failure`
                     await self._restart(self._served, reason)

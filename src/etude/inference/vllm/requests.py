@@ -16,6 +16,7 @@ from etude.errors import PrefixMissError, SamplerError
 from etude.inference.requests import check_length, check_tokens, not_open
 from etude.inference.vllm.activations import Activation, History, check_spans
 from etude.inference.vllm.answers import Finish, Part, Routes, Tokens
+from etude.inference.vllm.client import Abilities, VllmClient
 from etude.kit.tasks import unless
 from etude.records import SampleChunk, SampleRequest, SamplingParams
 
@@ -87,13 +88,16 @@ class Running:
 
     request: SampleRequest
     session: Session
+    client: VllmClient
+    """Of the server that has it."""
+    abilities: Abilities
     history: History
     began: int
     """Number of activations when it was sent."""
+    num_prompt: int
+    """Tokens of the prompt."""
     name: str = field(default_factory=lambda: f"etude-{uuid4().hex}")
     """Its request id in vLLM."""
-    num_prompt: int = 0
-    """Tokens of the prompt."""
     num_sampled: int = 0
     """Sampled tokens that have been delivered."""
     cached_tokens: int | None = None
@@ -102,12 +106,11 @@ class Running:
     """Routes that came with the answer."""
     aborted: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def body(self, adapters: str | None, max_tokens: int, *, alone: bool) -> dict[str, Any]:
-        """The body for `/inference/v1/generate`. `adapters`: see Abilities; `max_tokens`: the context
-        length; `alone`: see `_salt`."""
+    def body(self) -> dict[str, Any]:
+        """The body for `/inference/v1/generate`."""
         request, params = self.request, self.request.params
         sampling: dict[str, Any] = {
-            "max_tokens": min(params.max_tokens, max_tokens - self.num_prompt),
+            "max_tokens": min(params.max_tokens, self.abilities.max_tokens - self.num_prompt),
             "temperature": params.temperature,
             "top_p": params.top_p,
             "top_k": params.top_k,
@@ -119,11 +122,11 @@ class Running:
             "detokenize": False,
         }
         return {
-            "model": adapters,
+            "model": self.abilities.adapters,
             "request_id": self.name,
             "token_ids": self.session.tokens.tolist(),
             "sampling_params": sampling,
-            "cache_salt": self._salt(alone),
+            "cache_salt": self._salt(),
         }
 
     async def chunks(self, part: Part) -> list[SampleChunk]:
@@ -191,15 +194,15 @@ class Running:
         await self.aborted.wait()
         await asyncio.sleep(_ABORT_GRACE_S)
 
-    def _salt(self, alone: bool) -> str:
+    def _salt(self) -> str:
         """The cache salt, which restricts prefix sharing to sessions that began under the same version, and
-        with `alone` to the session itself, because routes of shared keys would be lost."""
+        where routes are captured to the session itself, because those of shared keys would be lost."""
         session = self.session
         if session.oldest is None:
             session.oldest = max(self.began - 1, 0)
         start = self.history.label_at(session.oldest)
         # Hashed, since vLLM limits a salt's length and characters.
-        salt = f"{start}|{session.id}|{session.epoch}" if alone else start
+        salt = f"{start}|{session.id}|{session.epoch}" if self.abilities.captures else start
         return xxh3_128_hexdigest(salt.encode())
 
     def _chunk(self, tokens: Tokens, activation: Activation) -> SampleChunk:

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from etude.errors import EtudeError, SamplerError
-from etude.inference.requests import already_open, not_open, serves
+from etude.inference.requests import already_open, not_open, not_served, serves
 from etude.inference.times import EngineCounters, ServiceTimes
 from etude.inference.vllm.answers import Finish, Part, Routes, read_part, read_routes
 from etude.inference.vllm.client import Abilities, VllmClient
@@ -156,11 +156,11 @@ class VllmSampler:
             raise not_open(request.session_id)
         session.begin_request(request, abilities.vocab_size, abilities.max_tokens)
         history = self.replica.history
-        running = Running(request, session, history, len(history), num_prompt=len(session.tokens))
+        running = Running(request, session, client, abilities, history, len(history), len(session.tokens))
         self._add(running)
         is_answered = False
         try:
-            async with contextlib.aclosing(self._answer(running, client, abilities, until)) as chunks:
+            async with contextlib.aclosing(self._answer(running, until)) as chunks:
                 async for chunk in chunks:
                     is_answered = chunk.finish is not None
                     yield chunk
@@ -217,17 +217,15 @@ class VllmSampler:
         assert self.replica.abilities is not None
         return client, self.replica.abilities
 
-    async def _answer(
-        self, running: Running, client: VllmClient, abilities: Abilities, until: float | None
-    ) -> AsyncGenerator[SampleChunk]:
+    async def _answer(self, running: Running, until: float | None) -> AsyncGenerator[SampleChunk]:
         deadline: asyncio.TimerHandle | None = None
-        request = running.request
+        request, client = running.request, running.client
         if until is not None:
             deadline = asyncio.get_running_loop().call_at(until, self.abort, request.id)
         try:
             finish: Finish | None = None
             pending: list[SampleChunk] = []
-            async with contextlib.aclosing(self._parts(running, client, abilities)) as parts:
+            async with contextlib.aclosing(self._parts(running)) as parts:
                 async for part in parts:
                     for chunk in pending:
                         yield chunk
@@ -244,10 +242,8 @@ class VllmSampler:
             if deadline is not None:
                 deadline.cancel()
 
-    async def _parts(
-        self, running: Running, client: VllmClient, abilities: Abilities
-    ) -> AsyncGenerator[Part]:
-        body = running.body(abilities.adapters, abilities.max_tokens, alone=abilities.captures)
+    async def _parts(self, running: Running) -> AsyncGenerator[Part]:
+        client, body = running.client, running.body()
         count = running.request.params.top_logprobs
         if not running.request.streaming:
             part = read_part(await running.unless_stuck(client.generate(body)), count)
@@ -261,13 +257,11 @@ class VllmSampler:
                     yield part
 
     async def _abort(self, running: Running) -> None:
-        with contextlib.suppress(SamplerError):
-            client = await self.replica.client()
-            # Repeatedly: the first abort may overtake the request, and is then ignored.
-            while running.name in self.replica.requests:
-                # vLLM prefixes the ids of these requests.
-                await client.abort(f"generate-tokens-{running.name}")
-                await asyncio.sleep(_ABORT_AGAIN_S)
+        # Repeatedly: the first abort may overtake the request, and is then ignored.
+        while running.name in self.replica.requests:
+            # vLLM prefixes the ids of these requests.
+            await running.client.abort(f"generate-tokens-{running.name}")
+            await asyncio.sleep(_ABORT_AGAIN_S)
 
     async def _take_routes(self, client: VllmClient, name: str) -> Routes | None:
         abilities = self.replica.abilities
@@ -286,6 +280,4 @@ class VllmSampler:
     def _check_version(self, wanted: PolicyVersion, *, is_minimum: bool) -> None:
         current = self.current()
         if not serves(current, wanted, is_minimum):
-            raise SamplerError(
-                "version is not served", field="version", received=f"{wanted}; serving {current}"
-            )
+            raise not_served(wanted, current)

@@ -205,8 +205,14 @@ def _keeper_of(proxy: Proxy) -> LoanKeeper:
 
 def _proxy_of(request: Request, *, borrowing: bool = False) -> Proxy:
     """The proxy, if the request may administrate it, or with `borrowing`, borrow. Raises AccessError."""
-    _check_admin(request, request.app.state.borrower_token if borrowing else None)
-    return request.app.state.proxy
+    state = request.app.state
+    accepted = (state.admin_token, state.borrower_token if borrowing else None)
+    known = {token: True for token in accepted if token is not None}
+    if known and find_token(known, bearer_of(request.headers)) is None:
+        raise AccessError("the admin token is missing or wrong", field="authorization")
+    if not known and (request.client is None or not is_loopback(request.client.host)):
+        raise AccessError("only this machine may send requests", fix="start the router with an admin token")
+    return state.proxy
 
 
 def _replica_of(request: Request, name: str) -> tuple[Proxy, Replica]:
@@ -246,12 +252,3 @@ async def _read(request: Request, kind: type[AnyBody]) -> AnyBody:
     if not isinstance(body, dict):
         raise UserError("must be a JSON object", field="body", fix="send an object as in docs/routing.md")
     return parse_section(kind, body)
-
-
-def _check_admin(request: Request, other: str | None = None) -> None:
-    """Raises AccessError. `other`: another token that is accepted here."""
-    known = [token for token in (request.app.state.admin_token, other) if token is not None]
-    if known and find_token(dict.fromkeys(known, True), bearer_of(request.headers)) is None:
-        raise AccessError("the admin token is missing or wrong", field="authorization")
-    if not known and (request.client is None or not is_loopback(request.client.host)):
-        raise AccessError("only this machine may send requests", fix="start the router with an admin token")

@@ -1,10 +1,16 @@
-"""The router's web application: forwards API requests to replicas; health, metrics and admin routes."""
+"""The router as an application and as a process: forwards API requests to replicas; health, metrics and admin
+routes; listening address and shutdown.
+
+The first SIGTERM (or SIGINT) drains: `/ready` reports it, answers in progress are finished, then the process
+ends.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
+from pathlib import Path
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
@@ -23,8 +29,12 @@ from etude.serving.access import AccessError
 from etude.serving.application import build_application, read_body, unless_disconnected
 from etude.serving.describing import answering
 from etude.serving.errors import BodyTooLargeError, OpenAIErrors, RouteError
+from etude.serving.listening import check_host, open_listeners
 from etude.serving.metrics import Labels
+from etude.serving.process import Draining, run_server
 
+SERVER = "router"
+"""Its name in messages."""
 REPLICA_HEADER = "x-etude-replica"
 _DROPPED = frozenset(("content-length", "connection", "transfer-encoding", "keep-alive", "date", "server"))
 
@@ -179,3 +189,37 @@ async def _figures(request: Request) -> str:
     gauges["etude_router_spills", ()] = proxy.router.spills
     gauges["etude_router_ejections", ()] = proxy.members.ejections
     return proxy.metrics.text(gauges)
+
+
+# ---- the process --------------------------------------------------------------------------------
+
+
+def serve(
+    proxy: Proxy,
+    admin_token: str | None = None,
+    borrower_token: str | None = None,
+    certificate: Path | None = None,
+    key: Path | None = None,
+) -> None:
+    """Serves at the configured address until a signal ends it; reports on stderr when it is ready. Blocks.
+    The router checks no API keys: without `replicas_check_keys` it may only listen on loopback. Raises
+    ConfigError."""
+    config = proxy.config
+    check_host(
+        config.host,
+        config.replicas_check_keys,
+        "other hosts can reach this address, and the router checks no keys",
+        "let the replicas check keys and say so",
+    )
+    replicas = [ReplicaAddress(replica.url, replica.pool or None) for replica in config.replicas]
+    app = build_app(proxy, replicas, admin_token, borrower_token)
+    draining = Draining("answers", config.limits.drain_s, proxy, lambda: proxy.router.num_in_flight > 0)
+    note = f"{len(replicas)} replica{'s' * (len(replicas) != 1)}"
+    if not replicas:
+        note += ": POST /router/replicas adds some"
+    listeners, names = open_listeners(config.host, config.port), (config.host, *config.allowed_hosts)
+    asyncio.run(
+        run_server(
+            app, SERVER, draining, listeners, note=note, allowed_hosts=names, certificate=certificate, key=key
+        )
+    )

@@ -10,7 +10,9 @@ import json
 import re
 from typing import Any
 
+from etude.errors import UserError
 from etude.serving.errors import openai_document
+from etude.serving.json_bodies import parse_json
 
 _BOUNDARY = re.compile(rb"\r?\n\r?\n")
 _DONE = re.compile(rb"^data:\s*\[DONE\]", re.MULTILINE)
@@ -45,22 +47,23 @@ class EventGuard:
         elif b"data:" in event:
             self.num_events += 1
             if _USAGE.search(event):
-                self.usage = _usage_of(event) or self.usage
-
-
-def _usage_of(event: bytes) -> dict[str, Any] | None:
-    lines = [line[5:].strip() for line in event.splitlines() if line.startswith(b"data:")]
-    return usage_in(b"\n".join(lines))
+                lines = [line[5:].strip() for line in event.splitlines() if line.startswith(b"data:")]
+                self.usage = usage_in(b"\n".join(lines)) or self.usage
 
 
 def usage_in(document: bytes) -> dict[str, Any] | None:
     """The `usage` of an answer in OpenAI's format; None if missing or not of that format."""
-    try:
-        found = json.loads(document)
-    except ValueError:
-        return None
-    usage = found.get("usage") if isinstance(found, dict) else None
+    usage = object_in(document).get("usage")
     return usage if isinstance(usage, dict) else None
+
+
+def object_in(data: bytes) -> dict[str, Any]:
+    """The JSON object in `data`; empty if there is none, or it exceeds the limits of `parse_json`."""
+    try:
+        found = parse_json(data)
+    except UserError:
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def error_event(message: str, code: str) -> bytes:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from typing import Any
 
 from etude.errors import EtudeError
+from etude.inference.router.server.events import object_in
 from etude.inference.router.server.proxy import Proxy
 from etude.kit.tasks import end_tasks
-from etude.serving.client import Answer, NoAnswerError, NobodyListensError, read_json
+from etude.serving.client import NobodyListensError
 
 _log = logging.getLogger("etude.inference.router")
 _TICK_S = 0.05
@@ -62,7 +62,7 @@ async def probe(proxy: Proxy, name: str) -> None:
         fatal = isinstance(error, NobodyListensError)
         proxy.members.record_failure(name, time.monotonic(), cause, fatal=fatal)
         return
-    document = _document(answer) if answer.status_code == 200 else {}
+    document = object_in(answer.content) if answer.status_code == 200 else {}
     replica, pool = proxy.router.replicas.get(name), document.get("pool")
     # Only the first time: after a loan the pool that the router has assigned stays.
     is_new = replica is not None and replica.version is None
@@ -70,11 +70,3 @@ async def probe(proxy: Proxy, name: str) -> None:
         proxy.router.move(name, str(pool))
     version = document.get("version") or None
     proxy.members.record_probe(name, time.monotonic(), version if isinstance(version, str) else None)
-
-
-def _document(answer: Answer) -> dict[str, Any]:
-    try:
-        found = read_json(answer)
-    except NoAnswerError:
-        return {}
-    return found if isinstance(found, dict) else {}

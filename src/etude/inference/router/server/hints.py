@@ -9,10 +9,9 @@ from typing import Any
 
 import xxhash
 
-from etude.errors import UserError
 from etude.inference.headers import POOL_HEADER, SESSION_HEADER, VERSION_HEADER
+from etude.inference.router.server.events import object_in
 from etude.inference.router.types import RouteRequest
-from etude.serving.json_bodies import parse_json
 
 _BYTES_PER_TOKEN = 4.0
 _MAX_TOKENS = 4096
@@ -26,8 +25,9 @@ def read_hints(headers: Mapping[str, str], body: bytes, pool: str = "serve") -> 
     Sessions are identified by `x-session-id`, by OpenAI's `prompt_cache_key`, or else by the first two
     messages, which a conversation sends with each turn.
     """
-    document = _document(body)
-    session = headers.get(SESSION_HEADER) or _text(document.get("prompt_cache_key"))
+    document = object_in(body)
+    key = document.get("prompt_cache_key")
+    session = headers.get(SESSION_HEADER) or (key if isinstance(key, str) and key else None)
     if session is None:
         messages = document.get("messages")
         if isinstance(messages, list) and len(messages) >= 2:
@@ -44,18 +44,6 @@ def read_hints(headers: Mapping[str, str], body: bytes, pool: str = "serve") -> 
         headers.get(POOL_HEADER) or pool,
         frozenset({version}) if version else None,
     )
-
-
-def _document(body: bytes) -> dict[str, Any]:
-    try:
-        found = parse_json(body) if body else {}
-    except UserError:
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def _text(value: Any) -> str | None:
-    return value if isinstance(value, str) and value else None
 
 
 def _prompt_tokens(document: Mapping[str, Any], body: bytes) -> int:

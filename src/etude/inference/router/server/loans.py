@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from etude.errors import EtudeError, PartLostError
 from etude.inference.router.borrowing import LoanBook, ReplicaLoan
+from etude.inference.router.server.events import object_in
 from etude.inference.router.types import ReplicaState
 from etude.kit.tasks import Tasks
 from etude.serving.client import Answer, answer_error, read_json
@@ -19,7 +20,6 @@ _LEND_S = 60.0
 """Long, since the replica may have to read its own weights from disk."""
 _RECALL_S = 120.0
 _TICK_S = 0.02
-_CREATED = 201
 
 
 class LoanKeeper:
@@ -46,7 +46,7 @@ class LoanKeeper:
         for loan in self.book.end_due(alive):
             self._tasks.start(self._end(loan))
         for loan in self.book.begin_due(alive, now_s):
-            alive[loan.replica].ready = False
+            alive[loan.replica].state = ReplicaState.JOINING
             self._tasks.start(self._lend(loan))
 
     async def wait_until_returned(self, replica: str) -> None:
@@ -67,7 +67,7 @@ class LoanKeeper:
         body = {"borrower": loan.borrower, "lease_s": borrower.lease_s if borrower is not None else 1.0}
         try:
             answer = await self._ask("POST", loan.replica, _LEND_S, body)
-            if answer.status_code != _CREATED:
+            if not answer.is_success:
                 raise answer_error(answer)
             granted = read_json(answer)
             loan.id, loan.token = granted["id"], granted["token"]
@@ -83,8 +83,8 @@ class LoanKeeper:
         version: str | None = None
         try:
             answer = await self._ask("DELETE", loan.replica, _RECALL_S, None)
-            version = read_json(answer).get("version") if answer.is_success else None
-        except (EtudeError, AttributeError) as error:
+            version = object_in(answer.content).get("version") if answer.is_success else None
+        except EtudeError as error:
             self._note_failure(loan, f"was not returned: {error!r}")
         finally:
             self.book.remove(loan)

@@ -133,15 +133,14 @@ class Proxy:
         UserError for headers that cannot be forwarded.
         """
         call = _Call(method, target, _sendable(headers), body)
-        failed: dict[str, str] = {}
         refusal: OpenAnswer | None = None
         for attempt in range(self.config.limits.attempts):
             try:
-                opened = await self._attempt_hedged(request, attempt, call, failed)
+                opened = await self._attempt_hedged(request, attempt, call)
             except NoReplicaError:
                 if refusal is not None:
                     return refusal
-                if failed:
+                if call.failed:
                     break
                 raise
             if opened is None:
@@ -149,28 +148,26 @@ class Proxy:
             elif opened.answer.status_code in _TRY_ANOTHER:
                 if opened.answer.status_code == 503:  # about to end, or without weights
                     self.members.record_probe(opened.replica, time.monotonic(), None)
-                failed[opened.replica], refusal = f"answered {opened.answer.status_code}", opened
+                call.failed[opened.replica], refusal = f"answered {opened.answer.status_code}", opened
             else:
                 return opened
         if refusal is not None:
             return refusal
         raise ReplicaLostError(
-            "the replicas failed before they answered", received=failed, fix="send the request again"
+            "the replicas failed before they answered", received=call.failed, fix="send the request again"
         )
 
-    async def _attempt_hedged(
-        self, request: RouteRequest, attempt: int, call: _Call, failed: dict[str, str]
-    ) -> OpenAnswer | None:
+    async def _attempt_hedged(self, request: RouteRequest, attempt: int, call: _Call) -> OpenAnswer | None:
         """One attempt; if it is slow and hedging is enabled, a second one in parallel."""
         attempted = replace(request, id=f"{request.id}.{2 * attempt}")
-        name = self.router.begin(attempted, time.monotonic(), failed)
-        first = asyncio.create_task(self._attempt(attempted, name, call, failed))
+        name = self.router.begin(attempted, time.monotonic(), call.failed)
+        first = asyncio.create_task(self._attempt(attempted, name, call))
         tasks = {first}
         try:
             if self.config.limits.hedge_after_s:
                 await asyncio.wait(tasks, timeout=self.config.limits.hedge_after_s)
                 if not first.done():
-                    tasks |= self._hedge(request, attempt, name, call, failed)
+                    tasks |= self._hedge(request, attempt, name, call)
             chosen = await _first_opened(tasks)
             await self._end_attempts(tasks, chosen)
         except BaseException:  # the client has left: the chosen answer is discarded too
@@ -186,20 +183,16 @@ class Proxy:
             if isinstance(result, OpenAnswer) and result is not chosen:
                 await self.discard(result)
 
-    def _hedge(
-        self, request: RouteRequest, attempt: int, busy: str, call: _Call, failed: dict[str, str]
-    ) -> _Attempts:
+    def _hedge(self, request: RouteRequest, attempt: int, busy: str, call: _Call) -> _Attempts:
         # Without the session, which stays where its prefix is cached, whichever attempt wins.
         attempted = replace(request, id=f"{request.id}.{2 * attempt + 1}", session=None)
         with suppress(NoReplicaError):
-            name = self.router.begin(attempted, time.monotonic(), {busy, *failed})
+            name = self.router.begin(attempted, time.monotonic(), {busy, *call.failed})
             self.metrics.count("etude_router_hedges")
-            return {asyncio.create_task(self._attempt(attempted, name, call, failed))}
+            return {asyncio.create_task(self._attempt(attempted, name, call))}
         return set()
 
-    async def _attempt(
-        self, request: RouteRequest, name: str, call: _Call, failed: dict[str, str]
-    ) -> OpenAnswer | None:
+    async def _attempt(self, request: RouteRequest, name: str, call: _Call) -> OpenAnswer | None:
         """Opens one replica's answer; None if it failed before it began, which is then recorded."""
         url = self.addresses[name].url.rstrip("/") + call.target
         answer: Answer | None = None
@@ -214,7 +207,7 @@ class Proxy:
             ) from error
         except NoAnswerError as error:
             self._fail(name, error)
-            failed[name] = error.message
+            call.failed[name] = error.message
         finally:
             if opened is None:
                 self.router.end(request.id, time.monotonic(), 0)
@@ -246,8 +239,7 @@ class Proxy:
     async def relay(self, opened: OpenAnswer) -> AsyncIterator[bytes]:
         """Yields the stream's bytes in whole events, and an error event if it ends without its last event."""
         assert opened.rest is not None
-        guard, cut = opened.guard, ""
-        served = False
+        guard, cause = opened.guard, "the stream ended without its last event"
         try:
             yield opened.first
             try:
@@ -256,20 +248,16 @@ class Proxy:
                     if whole:
                         self.router.progress(opened.request.id, guard.num_events)
                         yield whole
-                cut = "" if guard.ended else "the stream ended without its last event"
             except NoAnswerError as error:
-                cut = "" if guard.ended else error.message
-            if cut:
-                self._fail(opened.replica, cut)
-                self.metrics.count("etude_router_cut_streams")
-                yield error_event(f"the answer was cut: the replica failed ({cut})", "replica_lost")
-            served = not cut
-        finally:
-            if served:
+                cause = error.message
+            if guard.ended:
                 self._end(opened.request, opened.replica, guard.usage, guard.num_events)
             else:
-                self.router.end(opened.request.id, time.monotonic(), guard.num_events)
-            await opened.answer.aclose()
+                self._fail(opened.replica, cause)
+                self.metrics.count("etude_router_cut_streams")
+                yield error_event(f"the answer was cut: the replica failed ({cause})", "replica_lost")
+        finally:
+            await self.discard(opened)
 
     async def discard(self, opened: OpenAnswer) -> None:
         """Closes an answer that is not read to its end. Idempotent; does nothing after a complete `relay`."""
@@ -321,6 +309,8 @@ class _Call:
     target: str
     headers: RawHeaders
     body: bytes
+    failed: dict[str, str] = field(default_factory=dict[str, str])
+    """Replicas that have failed it, and why."""
 
 
 def _sendable(headers: RawHeaders) -> RawHeaders:
