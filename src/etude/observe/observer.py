@@ -43,8 +43,23 @@ def show_stage(
         observer.stage_ends()
 
 
-class SilentObserver(Observer):
+class SilentObserver:
     """Implements Observer without any output."""
+
+    def expect_stages(self, stages: Sequence[tuple[str, float]]) -> None:
+        """Ignored."""
+
+    def stage_begins(self, name: str, total_steps: int, unit: str = "step") -> None:
+        """Ignored."""
+
+    def stage_advances(self, step: int, values: Mapping[str, float]) -> None:
+        """Ignored."""
+
+    def stage_ends(self) -> None:
+        """Ignored."""
+
+    def say(self, text: str) -> None:
+        """Ignored."""
 
 
 class RecordingObserver:
