@@ -74,8 +74,8 @@ def computes(*inputs: Tensor) -> bool:
 
 
 def multiplies(*inputs: Tensor) -> bool:
-    """Whether `multiply` supports these inputs and is faster than PyTorch, which alone rounds factors to
-    bfloat16 where it is told to."""
+    """Whether `multiply` supports these inputs and is faster than PyTorch, which alone can round factors
+    to bfloat16."""
     return (
         all(is_plain(x) for x in inputs)
         and _outruns_mkl()
