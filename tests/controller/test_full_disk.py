@@ -19,10 +19,10 @@ from tests.controller.running import run_here, tiny_config
 def test_a_full_disk_costs_snapshots_of_the_curve_and_reports_on_the_way_and_not_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def save_where_there_is_room(model: AnyModel, directory: Path) -> None:
+    def save_where_there_is_room(model: AnyModel, directory: Path, *others: Any) -> None:
         if directory.parent.name == "curve":
             raise OSError(errno.ENOSPC, "No space left on device")
-        save_any_model(model, directory)
+        save_any_model(model, directory, *others)
 
     def refuse_report(path: Path, value: Any) -> None:
         if path.name == "report.json":
