@@ -39,11 +39,12 @@ def merge_result(
     path: Path, parts: Sequence[str], figures: Mapping[str, float], peers: Mapping[str, Any]
 ) -> None:
     """`write_result` for some parts of a benchmark: figures and peers of the other parts stay in the file.
-    `parts` in it has time and commit of each part's measurement."""
+    `parts` in it has time, commit and processor of each part's measurement."""
     earlier = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     write_result(path, earlier.get("figures", {}) | dict(figures), earlier.get("peers", {}) | dict(peers))
     result = json.loads(path.read_text(encoding="utf-8"))
     now = {"commit": result["commit"], "time": time.strftime("%Y-%m-%d %H:%M", time.gmtime())}
+    now["cpu"] = result["machine"]["cpu"]
     result["parts"] = earlier.get("parts", {}) | dict.fromkeys(parts, now)
     path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
 
