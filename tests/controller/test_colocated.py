@@ -153,10 +153,10 @@ def test_no_step_is_taken_while_a_session_is_held() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"executor": "ray"}, r"executor: must be 'local' with colocated=true"),
+        ({"executor": "ray"}, 'executor: must be "local" with colocated=true'),
         ({"rl": {"max_staleness": 1}}, r"rl.max_staleness: must be 0 with colocated=true"),
         ({"parallel": {"ranks": 2}}, r"parallel.ranks: must be 1 with colocated=true"),
-        ({"engine": {"backend": "vllm"}}, r"engine.backend: must be 'etude' with colocated=true"),
+        ({"engine": {"backend": "vllm"}}, 'engine.backend: must be "etude" with colocated=true'),
     ],
 )
 def test_what_cannot_take_turns_is_refused_with_the_fix(change: dict[str, Any], message: str) -> None:

@@ -151,7 +151,7 @@ def test_an_address_is_a_host_and_a_port() -> None:
 
 
 def test_what_goes_on_in_one_process_only_is_refused_over_ray() -> None:
-    with pytest.raises(ValueError, match="executor: must be 'local'"):
+    with pytest.raises(ValueError, match='executor: must be "local"'):
         RunConfig.model_validate({"executor": "ray", "rl": {"stream": {"source": "runs/x"}}})
 
 

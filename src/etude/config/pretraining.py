@@ -27,7 +27,7 @@ class NextTokenConfig(Section):
     about 768 tokens that are divided among threads."""
     products: Literal["float32", "bfloat16"] = "float32"
     """Number format in which float32 numbers are multiplied. `bfloat16`: factors are rounded, sums are not,
-    if the processor has instructions for it (tested with AMX)."""
+    if the processor has instructions for it (tested with AMX and AVX-512)."""
     balance_weight: float = Field(default=0.01, ge=0)
     """Weight of the router's load-balancing loss."""
     optimizer: OptimizerConfig = OptimizerConfig()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import re
 from typing import Literal
 
@@ -344,7 +345,8 @@ class RunConfig(Section):
         for field, value in needed:
             received: object = functools.reduce(getattr, field.split("."), self)
             if received != value:
-                raise ValueError(f"{field}: must be {value!r} {because}, received {received!r}{fix}")
+                wanted, found = json.dumps(value), json.dumps(received)  # as TOML writes them
+                raise ValueError(f"{field}: must be {wanted} {because}, received {found}{fix}")
 
     def _check_elastic(self) -> None:
         self._require(
